@@ -6,11 +6,21 @@ subfolder of a diffusers pipeline. Its ``path`` is relative to SRC, "" for the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from fp8fs.core.header import Header
 
-__all__ = ["Checkpoint", "Component", "SourceEntry", "SourceShard"]
+__all__ = [
+    "Checkpoint",
+    "Component",
+    "SourceEntry",
+    "SourceShard",
+    "classify",
+    "text_files",
+    "weight_files",
+]
 
 
 class SourceEntry(msgspec.Struct, frozen=True):
@@ -88,9 +98,25 @@ class Checkpoint(msgspec.Struct, frozen=True):
     pipeline: bool
 
 
-# To be written here (pure):
-#   classify(entries, texts, headers: Mapping[path, Header]) -> tuple[Component, ...]
-#       weight set choice (index's names; else the only set), hidden sets, kinds, defaults, already-quantized reason.
-#       SourceInvalidError: no safetensors at all; index names a missing shard (names it); a tensor in two shards;
-#       an index entry for a tensor that its shard has not.
-#   weight_files(entries, texts) -> list[path]   which safetensors headers source.py must read before classify
+def text_files(entries: Mapping[str, SourceEntry]) -> list[str]:
+    """The small JSON files that source.py must read into ``texts``: config.json, model_index.json, *.safetensors.index.json."""
+    raise NotImplementedError
+
+
+def weight_files(entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes]) -> list[str]:
+    """The shards whose headers must be read before ``classify``: every component's weight set in use, sorted.
+
+    Raises: SourceInvalidError as ``classify`` does, for what is wrong before any header is read.
+    """
+    raise NotImplementedError
+
+
+def classify(
+    entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes], headers: Mapping[str, Header]
+) -> tuple[Component, ...]:
+    """The components of SRC, root first, then by path.
+
+    Raises: SourceInvalidError: no safetensors at all (says what was found instead); an index names a missing shard; a
+    tensor in two shards; an index entry for a tensor that its shard has not; a config that is not a JSON object.
+    """
+    raise NotImplementedError

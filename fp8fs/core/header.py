@@ -8,9 +8,18 @@ Source: the format section of safetensors 0.8.0's README and its ``validate``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import msgspec
 
-__all__ = ["MAX_HEADER_BYTES", "Header", "TensorEntry"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "Header",
+    "TensorEntry",
+    "encode_preamble",
+    "header_length",
+    "parse_header",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """The reader's own limit in safetensors; a larger claim is refused before anything is read."""
@@ -44,16 +53,31 @@ class Header(msgspec.Struct, frozen=True):
         return max((t.data_offsets[1] for t in self.tensors.values()), default=0)
 
 
-# To be written here (pure; every failure is SourceInvalidError naming *file*, tensor, expected, found):
-#   header_length(first8: bytes, file_bytes: int, file: str) -> int
-#       N, checked against MAX_HEADER_BYTES and the file's size.
-#   parse_header(preamble: bytes, file_bytes: int, file: str) -> Header
-#       preamble = the first 8 + N bytes of the file; file_bytes = its whole size.
-#       msgspec decoding, fast for 100,000 entries (about 0.1 s for 12 MB in all); duplicate keys refused
-#       (cheap count check, exact slow path only when in doubt); unknown dtype, shape product overflow (> 2**63),
-#       negative numbers, bits not whole bytes, shape x dtype != length, gap, overlap, end != file end: refused.
-#       "__metadata__" absent, null, {} accepted; non-string metadata values refused.
-#   encode_preamble(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str],
-#                   *, data_align: int = 4096) -> bytes
-#       8-byte length + compact JSON ("__metadata__" first, then the entries in the given order:
-#       name, dtype, shape, begin, end) + spaces so that the data section starts at a multiple of data_align.
+def header_length(first8: bytes, file_bytes: int, file: str) -> int:
+    """The N of a safetensors file, checked against MAX_HEADER_BYTES and the file's size.
+
+    Raises: SourceInvalidError naming *file*.
+    """
+    raise NotImplementedError
+
+
+def parse_header(preamble: bytes, file_bytes: int, file: str) -> Header:
+    """A header whose every statement has been checked; tensors in the order of their data.
+
+    *preamble* is the first 8 + N bytes of the file, *file_bytes* its whole size.
+    Raises: SourceInvalidError naming *file*, the tensor, what was expected and found.
+    """
+    raise NotImplementedError
+
+
+def encode_preamble(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
+    metadata: Mapping[str, str],
+    *,
+    data_align: int = 4096,
+) -> bytes:
+    """Length, JSON and padding, so that the data section starts at a multiple of *data_align*.
+
+    *entries*: (name, dtype, shape, begin, end), written in the given order after ``__metadata__``.
+    """
+    raise NotImplementedError
