@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from fp8fs.core.text import is_text, parse_object, quoted
+from fp8fs.errors import SourceInvalidError
+
 __all__ = ["Index", "encode_index", "parse_index"]
 
 
@@ -21,7 +24,31 @@ class Index(msgspec.Struct, frozen=True):
 
 def parse_index(data: bytes, file: str) -> Index:
     """A checked index. Raises: SourceInvalidError naming *file*."""
-    raise NotImplementedError
+    whole = parse_object(data, file)
+    metadata = whole.get("metadata")
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise SourceInvalidError(f"{file}: metadata is not an object", file=file)
+    found = whole.get("weight_map")
+    if not isinstance(found, dict):
+        raise SourceInvalidError(f"{file}: has no weight_map object", file=file)
+    weight_map: dict[str, str] = {}
+    plain: set[str] = set()
+    for name, shard in found.items():
+        if not is_text(name):
+            raise SourceInvalidError(
+                f"{file}: tensor name {quoted(name)} is not valid text", file=file
+            )
+        if not isinstance(shard, str):
+            raise SourceInvalidError(
+                f"{file}: the file of tensor {quoted(name)} is not a string", file=file
+            )
+        if shard not in plain:
+            _check_plain(shard, file)
+            plain.add(shard)
+        weight_map[name] = shard
+    return Index(weight_map, metadata)
 
 
 def encode_index(
@@ -29,4 +56,16 @@ def encode_index(
 ) -> bytes:
     """The index as JSON, two spaces of indent, weight_map sorted by tensor name, ``metadata.total_size`` replaced by
     *total_size* (bytes of all tensors), every other metadata key kept."""
-    raise NotImplementedError
+    whole = {
+        "metadata": {**metadata, "total_size": total_size},
+        "weight_map": {name: weight_map[name] for name in sorted(weight_map)},
+    }
+    return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
+
+
+def _check_plain(shard: str, file: str) -> None:
+    """A name in the index's own folder, and nothing that leads elsewhere."""
+    if shard in ("", ".", "..") or "/" in shard or "\0" in shard:
+        raise SourceInvalidError(
+            f"{file}: names {quoted(shard)}, which is not a plain file name", file=file
+        )
