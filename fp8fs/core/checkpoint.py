@@ -6,11 +6,17 @@ subfolder of a diffusers pipeline. Its ``path`` is relative to SRC, "" for the r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 
+from fp8fs.core.dtypes import QUANTIZED_SOURCES
+from fp8fs.core.entries import SourceEntry, folder_of, is_private, join, name_of
 from fp8fs.core.header import Header
+from fp8fs.core.text import brief, parse_object, quoted
+from fp8fs.core.weightset import WeightSet, is_index_name, weight_sets
+from fp8fs.errors import SourceInvalidError
 
 __all__ = [
     "Checkpoint",
@@ -23,26 +29,23 @@ __all__ = [
 ]
 
 
-class SourceEntry(msgspec.Struct, frozen=True):
-    """One name below SRC. ``path`` is relative, "/"-separated, undecodable bytes as surrogates.
+_PIPELINE = "model_index.json"
+_NO_DEFAULT_FOLDERS = (
+    "audio_vae",
+    "feature_extractor",
+    "image_encoder",
+    "image_processor",
+    "safety_checker",
+    "scheduler",
+    "text_encoder",
+    "tokenizer",
+    "vae",
+    "vocoder",
+)
+"""Folder names (or beginnings of them) that are never quantized unless the user names them."""
 
-    ``kind``: "file" (after following symlinks), "dir", "link" (a symlink that is dangling or leads to a
-    directory: shown as the link it is), "other" (FIFO, device, socket: never opened).
-    ``mode`` is permission bits only (0o7777); ``link`` the symlink's text if the name itself is a symlink
-    (for kind "file" too, as in an HF cache), else "".
-    """
-
-    path: str
-    kind: str
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    mode: int
-    uid: int
-    gid: int
-    dev: int
-    ino: int
-    link: str = ""
+_DIFFUSION_TRANSFORMER = re.compile(r"Transformer\w*Model|Transformer[123]D|DiT")
+_NEVER_DEFAULT_CLASS = re.compile(r"Autoencoder|VAE|VQModel|Vocoder")
 
 
 class SourceShard(msgspec.Struct, frozen=True):
@@ -61,7 +64,7 @@ class Component(msgspec.Struct, frozen=True):
     """One directory with weights.
 
     ``kind``: "diffusers" (config.json has ``_class_name``), "transformers" (``architectures`` or
-    ``model_type``) or "raw" (no config.json). ``shards``: the paths of the weight set in use, in index order (or
+    ``model_type``) or "raw" (no config.json, or one that names no class: it is left as it is). ``shards``: the paths of the weight set in use, in index order (or
     by name). ``weight_map``: tensor name -> shard path (complete and checked against the headers).
     ``index_path``: the index file in SRC, or "" (sharded without index: one is synthesized at
     ``<stem>.safetensors.index.json``). ``config``: the parsed config.json, None for raw. ``class_name``:
@@ -100,7 +103,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def text_files(entries: Mapping[str, SourceEntry]) -> list[str]:
     """The small JSON files that source.py must read into ``texts``: config.json, model_index.json, *.safetensors.index.json."""
-    raise NotImplementedError
+    return [
+        path
+        for path, entry in entries.items()
+        if entry.kind == "file" and not is_private(path) and _is_text_name(name_of(path))
+    ]
 
 
 def weight_files(entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes]) -> list[str]:
@@ -108,7 +115,7 @@ def weight_files(entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes])
 
     Raises: SourceInvalidError as ``classify`` does, for what is wrong before any header is read.
     """
-    raise NotImplementedError
+    return sorted(path for found in weight_sets(entries, texts) for path in found.shards)
 
 
 def classify(
@@ -116,7 +123,140 @@ def classify(
 ) -> tuple[Component, ...]:
     """The components of SRC, root first, then by path.
 
+    A folder without config.json below a component or a pipeline whose files state one tensor twice (a collection of
+    adapters, say) is no component: its files are ordinary files.
+
     Raises: SourceInvalidError: no safetensors at all (says what was found instead); an index names a missing shard; a
     tensor in two shards; an index entry for a tensor that its shard has not; a config that is not a JSON object.
     """
-    raise NotImplementedError
+    sets = weight_sets(entries, texts)
+    root_has_weights = any(found.folder == "" for found in sets)
+    components = []
+    for found in sets:
+        config_path = join(found.folder, "config.json")
+        config = _config(config_path, texts)
+        kind, class_name = _kind(config)
+        if kind == "raw":
+            config, config_path = None, ""
+        name = name_of(found.folder)
+        default = _is_default(
+            name,
+            kind,
+            class_name,
+            in_pipeline=_in_pipeline(found.folder, texts),
+            beside_root=found.folder != "" and root_has_weights,
+            pipeline_root=join(found.folder, _PIPELINE) in texts,
+        )
+        try:
+            weight_map = _weight_map(found, headers)
+        except SourceInvalidError:
+            if kind == "raw" and not default and not found.index_path:
+                continue
+            raise
+        components.append(
+            Component(
+                path=found.folder,
+                kind=kind,
+                shards=found.shards,
+                weight_map=weight_map,
+                index_path=found.index_path,
+                config_path=config_path,
+                config=config,
+                class_name=class_name,
+                hidden=found.hidden,
+                default_quantized=default,
+                already_quantized=_already_quantized(config, config_path, found.shards, headers),
+            )
+        )
+    return tuple(components)
+
+
+def _is_text_name(name: str) -> bool:
+    return name in ("config.json", _PIPELINE) or is_index_name(name)
+
+
+def _in_pipeline(folder: str, texts: Mapping[str, bytes]) -> bool:
+    """Whether a folder above has model_index.json."""
+    while folder:
+        folder = folder_of(folder)
+        if join(folder, _PIPELINE) in texts:
+            return True
+    return False
+
+
+def _is_default(
+    name: str,
+    kind: str,
+    class_name: str,
+    *,
+    in_pipeline: bool,
+    beside_root: bool,
+    pipeline_root: bool,
+) -> bool:
+    """Whether a component is quantized when the user names none."""
+    if name.startswith(_NO_DEFAULT_FOLDERS) or pipeline_root:
+        return False
+    if kind == "diffusers" and _NEVER_DEFAULT_CLASS.search(class_name):
+        return False
+    if in_pipeline:
+        by_class = kind == "diffusers" and _DIFFUSION_TRANSFORMER.search(class_name) is not None
+        return by_class or name.startswith("transformer")
+    return not beside_root
+
+
+def _config(path: str, texts: Mapping[str, bytes]) -> dict[str, object] | None:
+    data = texts.get(path)
+    return None if data is None else parse_object(data, path)
+
+
+def _kind(config: Mapping[str, object] | None) -> tuple[str, str]:
+    """(kind, class name) by the keys that the loaders themselves look at."""
+    if config is None:
+        return "raw", ""
+    if isinstance(class_name := config.get("_class_name"), str):
+        return "diffusers", class_name
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return "transformers", architectures[0]
+    return ("transformers" if config.get("model_type") else "raw"), ""
+
+
+def _already_quantized(
+    config: Mapping[str, object] | None,
+    config_path: str,
+    shards: tuple[str, ...],
+    headers: Mapping[str, Header],
+) -> str:
+    """Why a component needs no quantization, or ""."""
+    nested = [value for value in (config or {}).values() if isinstance(value, dict)]
+    for settings in (config or {}), *nested:
+        for key in ("quantization_config", "compression_config"):
+            if (found := settings.get(key)) is not None:
+                method = found.get("quant_method") if isinstance(found, dict) else None
+                said = f" (quant_method {quoted(method)})" if isinstance(method, str) else ""
+                return f"{config_path} has a {key}{said}"
+    for shard in shards:
+        for name, entry in headers[shard].tensors.items():
+            if entry.dtype in QUANTIZED_SOURCES:
+                return f"tensor {quoted(name)} in {shard} is {entry.dtype}"
+    return ""
+
+
+def _weight_map(found: WeightSet, headers: Mapping[str, Header]) -> dict[str, str]:
+    """Tensor name -> shard path, complete, each tensor in one shard, and as the index says."""
+    weight_map: dict[str, str] = {}
+    for shard in found.shards:
+        for name in headers[shard].tensors:
+            other = weight_map.setdefault(name, shard)
+            if other != shard:
+                raise SourceInvalidError(
+                    f"tensor {quoted(name)} is in two shards, {other} and {shard}",
+                    tensor=brief(name),
+                )
+    for name, shard in found.indexed.items():
+        if name not in headers[shard].tensors:
+            raise SourceInvalidError(
+                f"{found.index_path}: says tensor {quoted(name)} is in {shard}, which has no such tensor",
+                tensor=brief(name),
+            )
+    return weight_map

@@ -30,6 +30,12 @@ def parse_index(data: bytes, file: str) -> Index:
         metadata = {}
     if not isinstance(metadata, dict):
         raise SourceInvalidError(f"{file}: metadata is not an object", file=file)
+    try:
+        msgspec.json.encode(metadata)  # it has to come out again, in the view's index
+    except (ValueError, OverflowError, RecursionError) as err:
+        raise SourceInvalidError(
+            f"{file}: metadata cannot be written again: {err}", file=file
+        ) from err
     found = whole.get("weight_map")
     if not isinstance(found, dict):
         raise SourceInvalidError(f"{file}: has no weight_map object", file=file)
