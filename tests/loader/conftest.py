@@ -1,0 +1,33 @@
+"""Fixtures of the loader tests: tiny sources made once per session, and an installed plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loader import harness
+
+
+@pytest.fixture(scope="session")
+def omni_source(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """``omni_source(model)``: the folder of a tiny BF16 pipeline and the facts about it."""
+    made: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def make(model: str) -> tuple[Path, dict[str, Any]]:
+        if model not in made:
+            pipeline = tmp_path_factory.mktemp(f"{model}-source") / "bf16"
+            made[model] = (pipeline, harness.make_omni_source(model, pipeline))
+        return made[model]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with fp8fs installed, entry points included."""
+    return harness.install_plugin(tmp_path_factory.mktemp("site"))

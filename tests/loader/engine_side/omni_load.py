@@ -1,0 +1,263 @@
+"""One rank of a vLLM-Omni load with DLO: load a pipeline folder, stream its blocks, and look at every tensor.
+
+Reports whether the checkpoint was mapped, whether each tensor that a block sees after AllGather (and each resident
+one) is the checkpoint's, byte for byte, whether every FP8 linear can be called and is right, and digests of all of it
+that are comparable between routes (mapped, ordinary, online FP8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import omni_cpu
+import omni_names
+import reference_fp8
+import reporting
+import torch
+
+LINEAR_TOLERANCE = 0.06  # of the largest output: activations are quantized too
+
+
+class StoredCheckpoint:
+    """The tensors of a pipeline's transformer folder, in runtime layout."""
+
+    def __init__(self, model: str, folder: Path, config: dict[str, Any]) -> None:
+        from safetensors import safe_open
+
+        self._model = model
+        self._config = config
+        handles = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+        self._handles = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+    def runtime_tensor(self, name: str) -> torch.Tensor | None:
+        """The stored bytes behind a runtime tensor, or None if the checkpoint does not store it."""
+        names = [name] if name in self._handles else omni_names.checkpoint_names(self._model, name)
+        if not all(n in self._handles for n in names):
+            return None
+        parts = [self._handles[n].get_tensor(n) for n in names]
+        tensor = torch.cat(parts) if len(parts) > 1 and parts[0].ndim else parts[0]
+        if self._model == "h3" and name.endswith("qkv_proj.weight"):
+            tensor = omni_names.ungroup_qkv_rows(
+                tensor, self._config["num_attention_heads"], self._config["attention_head_dim"]
+            )
+        return tensor
+
+    def dequantized(self, linear: str) -> torch.Tensor | None:
+        """The stored weight of a linear as float32, or None if it is not stored as FP8."""
+        weight = self.runtime_tensor(f"{linear}.weight")
+        if weight is None or weight.dtype != torch.float8_e4m3fn:
+            return None
+        block_scale = self.runtime_tensor(f"{linear}.weight_scale_inv")
+        if block_scale is not None:
+            return reference_fp8.dequantize(weight, block_scale)
+        scale = self.runtime_tensor(f"{linear}.weight_scale")
+        return None if scale is None else reference_fp8.dequantize(weight, scale.max())
+
+
+class Inspector:
+    """Collects comparisons, linear calls and digests of one loaded pipeline."""
+
+    def __init__(self, pipeline: torch.nn.Module, checkpoint: StoredCheckpoint) -> None:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        self._checkpoint = checkpoint
+        linears = {name: m for name, m in pipeline.named_modules() if isinstance(m, LinearBase)}
+        self.fp8_linears = {
+            n: m for n, m in linears.items() if "Fp8" in type(m.quant_method).__name__
+        }
+        # The CPU build repacks unquantized linears in the ordinary loader: not comparable between routes.
+        self._left_out = {f"{name}." for name in linears if name not in self.fp8_linears}
+        self._digests: list[tuple[str, str]] = []
+        self.compared = self.fp8 = self.called = 0
+        self.mismatched: list[str] = []
+        self.worst_error = 0.0
+        self.wrong: list[tuple[str, float]] = []
+        self.raised: dict[str, str] = {}
+
+    def look_at(self, name: str, tensor: torch.Tensor) -> None:
+        """Compare a tensor with what is stored and add it to the digest."""
+        self.compared += 1
+        self.fp8 += tensor.dtype == torch.float8_e4m3fn
+        if f"{name.rpartition('.')[0]}." not in self._left_out:
+            shape = list(tensor.shape) if tensor.numel() > 1 else []
+            content = hashlib.sha256(raw_bytes(tensor).numpy().tobytes()).hexdigest()
+            self._digests.append((name, f"{tensor.dtype} {shape} {content}"))
+        stored = self._checkpoint.runtime_tensor(name.removeprefix("transformer."))
+        if (
+            stored is not None
+            and stored.dtype == tensor.dtype
+            and tensor.numel()
+            and not _same(tensor, stored)
+        ):
+            self.mismatched.append(name)
+
+    def call(self, name: str) -> None:
+        """Run one FP8 linear on seeded activations and compare with the dequantized checkpoint."""
+        linear = self.fp8_linears[name]
+        base = name.removeprefix("transformer.")
+        weight = self._checkpoint.dequantized(base)
+        if weight is None:  # online quantization: the module's own weight is all there is
+            own = linear.weight.float()
+            weight = (
+                own if own.shape[1] == linear.input_size else own.t()
+            ) * linear.weight_scale.max()
+        activations = torch.randn(
+            8, linear.input_size, generator=torch.Generator().manual_seed(1)
+        ).bfloat16()
+        expected = activations.float() @ weight.t()
+        bias = self._checkpoint.runtime_tensor(f"{base}.bias")
+        if bias is not None and not linear.skip_bias_add:
+            expected += bias.float()
+        self.called += 1
+        try:
+            output = linear(activations)
+        except Exception as error:  # noqa: BLE001  (the finding itself)
+            self.raised[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            return
+        output = output[0] if isinstance(output, tuple) else output
+        deviation = ((output.float() - expected).abs().max() / expected.abs().max()).item()
+        self.worst_error = max(self.worst_error, deviation)
+        if not deviation < LINEAR_TOLERANCE:
+            self.wrong.append((name, deviation))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "compared": self.compared,
+            "fp8": int(self.fp8),
+            "mismatched": self.mismatched,
+            "called": self.called,
+            "worst_error": self.worst_error,
+            "wrong": self.wrong,
+            "raised": self.raised,
+            "digest": hashlib.sha256(repr(sorted(self._digests)).encode()).hexdigest()[:16],
+        }
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as uint8, in row-major order of its shape."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Equal bytes, also where finishing transposed a weight or left one scalar of a scale."""
+    if tensor.numel() == 1 and stored.numel() > 1:
+        return torch.equal(raw_bytes(tensor), raw_bytes(stored.max()))
+    if tensor.numel() > 1 and stored.numel() == 1:
+        return torch.equal(raw_bytes(tensor), raw_bytes(stored.reshape(1).expand(tensor.numel())))
+    if tensor.ndim == 2 and (
+        tensor.shape != stored.shape or (tensor.stride(0) == 1 and tensor.shape[1] > 1)
+    ):
+        tensor = tensor.t()
+    return torch.equal(raw_bytes(tensor), raw_bytes(stored))
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def main(options: argparse.Namespace) -> dict[str, Any]:
+    omni_cpu.bring_up()
+    from vllm_omni.plugins import load_omni_general_plugins
+
+    load_omni_general_plugins()  # as the engine's worker does first; nothing happens if no plugin is installed
+    omni_cpu.join_group(options.rank, options.world, options.port)
+    if options.kernel:
+        import omni_cuda_kernels
+    from vllm.config.load import LoadConfig
+    from vllm_omni.diffusion.model_loader import diffusers_loader
+    from vllm_omni.diffusion.offloader import enable_offload_backend
+
+    plans: list[Any] = []
+    build_plan = diffusers_loader.build_checkpoint_mmap_plan
+
+    def build_and_remember(*args: Any, **kwargs: Any) -> Any:
+        plans.append(build_plan(*args, **kwargs))
+        return plans[-1]
+
+    diffusers_loader.build_checkpoint_mmap_plan = build_and_remember
+    folder = options.directory / "transformer"
+    config = omni_cpu.read_json(folder / "config.json")
+    diffusion = omni_cpu.diffusion_config(
+        options.directory,
+        world=options.world,
+        quantization=options.quantization,
+        all_gather=not options.rank_local,
+    )
+    with omni_cpu.vllm_context():
+        if options.kernel:
+            omni_cuda_kernels.emulate(options.kernel)
+        loader = diffusers_loader.DiffusersPipelineLoader(LoadConfig(), diffusion)
+        pipeline = loader.load_model(
+            load_device="cpu",
+            load_format="custom_pipeline",
+            custom_pipeline_name=omni_cpu.pipeline_class(options.model, options.directory, config),
+            device=torch.device("cpu"),
+        )
+        mapped = loader.host_weight_plan is not None
+        pipeline, backend = enable_offload_backend(diffusion, pipeline, device=torch.device("cpu"))
+
+    checkpoint = StoredCheckpoint(options.model, folder, config)
+    streamed, resident = Inspector(pipeline, checkpoint), Inspector(pipeline, checkpoint)
+    names = {id(module): name for name, module in pipeline.named_modules()}
+    blocks = backend._blocks[0]
+    in_blocks: set[int] = set()
+    for turn in range(
+        2
+    ):  # twice around the ring of blocks: a slot that is reused must hold the right bytes too
+        for block in blocks:
+            hook = block._hook_registry.get_hook("distributed_layerwise_offload")
+            hook.pre_forward(block)
+            for local_name, tensor in own_tensors(block):
+                in_blocks.add(id(tensor))
+                streamed.look_at(f"{names[id(block)]}.{local_name}", tensor.data)
+            if turn == 0:
+                for linear in streamed.fp8_linears:
+                    if linear.startswith(f"{names[id(block)]}."):
+                        streamed.call(linear)
+            hook.post_forward(block, None)
+    for name, tensor in own_tensors(pipeline):
+        if id(tensor) not in in_blocks:
+            resident.look_at(name, tensor.data)
+    block_prefixes = tuple(f"{names[id(block)]}." for block in blocks)
+    for linear in resident.fp8_linears:
+        if not linear.startswith(block_prefixes):
+            resident.call(linear)
+    torch.distributed.barrier()
+    any_linear = next(iter(streamed.fp8_linears.values()), None)
+    return {
+        "fallback_reason": plans[0].fallback_reason if plans else "no plan was attempted",
+        "bindings": len(plans[0].plan.bindings) if plans and plans[0].plan else 0,
+        "mapped": mapped,
+        "rank_local": backend._using_rank_local_mmap,
+        "group_size": backend.dp_size,
+        "fp8_linears": len(streamed.fp8_linears),
+        "kernel": type(
+            getattr(getattr(any_linear, "quant_method", None), "fp8_linear", None)
+        ).__name__,
+        "streamed": streamed.report(),
+        "resident": resident.report(),
+    }
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("directory", type=Path)
+    arguments.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
+    arguments.add_argument("--rank", type=int, required=True)
+    arguments.add_argument("--world", type=int, required=True)
+    arguments.add_argument("--port", type=int, required=True)
+    arguments.add_argument(
+        "--quantization", help="quantize online, as the engine's flag of that name does"
+    )
+    arguments.add_argument(
+        "--rank-local", action="store_true", help="no AllGather: each rank reads all of it"
+    )
+    arguments.add_argument(
+        "--kernel", help="emulate a CUDA kernel class of vLLM (omni_cuda_kernels.py)"
+    )
+    reporting.run_and_report(main, arguments)

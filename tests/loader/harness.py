@@ -1,0 +1,153 @@
+"""Runs scripts inside an engine's own environment, in processes of their own, and brings back their JSON results.
+
+The environments come from ``scripts/engines``. A missing one skips the test, unless ``FP8FS_REQUIRE`` names
+``engines`` (or the engine): then it is a failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENGINE_SIDE = Path(__file__).resolve().parent / "engine_side"
+TIMEOUT_S = 300
+
+
+@functools.cache
+def engine_python(engine: str) -> Path:
+    """The interpreter of an engine's environment; skips (or fails) the test if it is not installed."""
+    found = subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "engines", "path", engine],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode == 0:
+        return Path(found.stdout.strip())
+    required = os.environ.get("FP8FS_REQUIRE", "").split(",")
+    if "engines" in required or engine in required:
+        pytest.fail(found.stderr.strip())
+    pytest.skip(found.stderr.strip())
+
+
+def run_script(
+    engine: str,
+    script: str,
+    *arguments: object,
+    workdir: Path,
+    plugin: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
+    """Run one script of ``engine_side/`` and return its result."""
+    return run_scripts(
+        engine, script, [arguments], workdir=workdir, plugin=plugin, timeout_s=timeout_s
+    )[0]
+
+
+def run_scripts(
+    engine: str,
+    script: str,
+    argument_lists: Sequence[Sequence[object]],
+    *,
+    workdir: Path,
+    plugin: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:
+    """Run a script once per argument list, all at the same time, and return the results in order.
+
+    Raises: AssertionError with the end of the logs if any process fails; all are ended then.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for number, arguments in enumerate(argument_lists):
+        result, log_path = workdir / f"result{number}.json", workdir / f"log{number}.txt"
+        command = [engine_python(engine), ENGINE_SIDE / script, *arguments, "--result", result]
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(plugin),
+            )
+        runs.append((process, result, log_path))
+    try:
+        for process, _, log_path in runs:
+            status = process.wait(timeout=timeout_s)
+            assert status == 0, f"{script} ended with {status}:\n{_end_of(log_path)}"
+        return [json.loads(result.read_text()) for _, result, _ in runs]
+    finally:
+        for process, _, _ in runs:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def run_omni_ranks(
+    pipeline: Path,
+    *options: object,
+    model: str,
+    world: int,
+    workdir: Path,
+    plugin: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Load a pipeline with *world* gloo ranks of vLLM-Omni's DLO; one result per rank."""
+    shared = (pipeline, "--model", model, "--world", world, "--port", free_port(), *options)
+    ranks = [(*shared, "--rank", rank) for rank in range(world)]
+    return run_scripts("vllm-omni", "omni_load.py", ranks, workdir=workdir, plugin=plugin)
+
+
+def make_omni_source(model: str, pipeline: Path) -> dict[str, Any]:
+    """Write the tiny BF16 pipeline of a model and return the facts about it."""
+    arguments = (pipeline, "--model", model, "--port", free_port())
+    return run_script(
+        "vllm-omni", "omni_make_source.py", *arguments, workdir=pipeline.parent / "make"
+    )
+
+
+def install_plugin(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which fp8fs is installed: the package, and the entry points of pyproject.toml."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (folder / "fp8fs").symlink_to(REPOSITORY / "fp8fs")
+    metadata = folder / "fp8fs-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8fs\nVersion: 0\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _environment(plugin: Path | None) -> dict[str, str]:
+    """The caller's environment without its Python settings, one thread per process, offline."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    return kept | {
+        "PYTHONPATH": str(plugin) if plugin else "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _end_of(log_path: Path, size: int = 4000) -> str:
+    return log_path.read_text(errors="replace")[-size:]
