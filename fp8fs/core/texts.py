@@ -1,0 +1,99 @@
+"""The JSON files that the view rewrites: a component's index and its config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fp8fs.core import config_diffusers, config_vllm
+from fp8fs.core.checkpoint import Component
+from fp8fs.core.index import encode_index, parse_index
+from fp8fs.core.json_text import set_key
+from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
+
+__all__ = [
+    "ignored_modules",
+    "index_path",
+    "scheme_warning",
+    "view_config",
+    "view_index",
+]
+
+_SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")
+_WEIGHT = ".weight"
+_STEMS = {"diffusers": "diffusion_pytorch_model"}
+
+
+def scheme_warning(component: Component, scheme: str) -> str:
+    """What a usual reader of this kind of component makes of the scheme, if it is not good; else ""."""
+    if component.config is None:
+        return f"no config.json: readers are not told that the weights are FP8 ({scheme})"
+    if component.kind == "diffusers" and scheme == "per_channel":
+        return "vLLM-Omni refuses per_channel (compressed-tensors) in a pipeline; per_tensor and block it reads"
+    if component.kind == "transformers" and scheme == "per_tensor":
+        return "transformers ignores per_tensor scales without a word; vLLM and SGLang read them"
+    return ""
+
+
+def index_path(component: Component) -> str:
+    """Where the component's index is, or is to be made: "" for a single file without one."""
+    if component.index_path or len(component.shards) < 2:
+        return component.index_path
+    names = [path.rpartition("/")[2].removesuffix(".safetensors") for path in component.shards]
+    stems = {_SHARD_NUMBER.sub("", name) for name in names}
+    stem = stems.pop() if len(stems) == 1 else _STEMS.get(component.kind, "model")
+    return _below(component, f"{stem}.safetensors.index.json")
+
+
+def view_index(
+    component: Component, source: bytes | None, shards: Sequence[Sequence[ViewTensor]], scheme: str
+) -> bytes:
+    """The index of the view's tensors: scales added, ``total_size`` right, other metadata as in *source*."""
+    metadata = parse_index(source, component.index_path).metadata if source is not None else {}
+    prefix = len(_below(component, ""))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for path, tensors in zip(component.shards, shards, strict=True):
+        file = path[prefix:]
+        for tensor in tensors:
+            weight_map[tensor.name] = file
+            if tensor.quantize:
+                weight_map[scale_name(tensor.name, scheme)] = file
+                rows, cols = tensor.shape
+                total += rows * cols + scale_bytes(scheme, rows, cols)
+            else:
+                total += tensor.nbytes
+    return encode_index(metadata, weight_map, total)
+
+
+def view_config(component: Component, source: bytes, ignored: Iterable[str], scheme: str) -> bytes:
+    """The config's text with ``quantization_config`` in the component's dialect, all else untouched."""
+    if component.kind == "diffusers":
+        value = config_diffusers.quantization_config(scheme, ignored)
+    else:
+        value = config_vllm.quantization_config(scheme, ignored)
+    return set_key(source, "quantization_config", value)
+
+
+def ignored_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
+    """Modules whose weight stays as it is and that an engine could take for a quantized layer, in source order.
+
+    That is every kept ``*.weight`` of two dimensions or more, linear or not; and the ``experts`` module of
+    stacked expert weights, which are named without ".weight".
+    """
+    found: dict[str, None] = {}
+    for tensors in shards:
+        for tensor in tensors:
+            if tensor.quantize or len(tensor.shape) < 2:
+                continue
+            if tensor.name.endswith(_WEIGHT):
+                found[tensor.name[: -len(_WEIGHT)]] = None
+            else:
+                parent = tensor.name.rpartition(".")[0]
+                if parent == "experts" or parent.endswith(".experts"):
+                    found[parent] = None
+    return list(found)
+
+
+def _below(component: Component, name: str) -> str:
+    return f"{component.path}/{name}" if component.path else name
