@@ -9,23 +9,77 @@ The daemon calls ``assemble`` and then ``Assembled.view``; nothing else wires th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from fp8fs.core.layout import Plan
-from fp8fs.core.recipe import Recipe
-from fp8fs.engine import Engine
-from fp8fs.source import Source
-from fp8fs.store.store import Store, Tree
+import msgspec
+
+from fp8fs import __version__
+from fp8fs.core.attributes import Owner
+from fp8fs.core.checkpoint import Checkpoint
+from fp8fs.core.fingerprint import Hint, encode_hints, parse_hints
+from fp8fs.core.layout import plan
+from fp8fs.core.manifest import Manifest, encode_manifest, encode_plan, make_manifest
+from fp8fs.core.plan import Plan
+from fp8fs.core.quantizer import QUANTIZER_VERSION
+from fp8fs.core.recipe import Recipe, check_recipe
+from fp8fs.engine import Engine, NonFinite
+from fp8fs.errors import Fp8fsError, StoreError, StoreFullError, UsageError
+from fp8fs.quant import quantizer_factory
+from fp8fs.source import Source, hints_key
+from fp8fs.store.store import Pin, Store, Tree
+from fp8fs.tree import TreeKeeper
 from fp8fs.view import View
 
-__all__ = ["Assembled", "Survey", "assemble", "survey"]
+__all__ = [
+    "Assembled",
+    "Survey",
+    "assemble",
+    "default_store_root",
+    "recipe_from",
+    "record_non_finite",
+    "survey",
+]
+
+log = logging.getLogger(__name__)
+
+SCAN_SCHEMA = 1
+
+
+def default_store_root() -> Path:
+    """Where stores are when the user names no place."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_path("fp8fs"))
+
+
+def recipe_from(
+    *,
+    scheme: str = "",
+    names: str = "checkpoint",
+    components: tuple[str, ...] = (),
+    keep: tuple[str, ...] = (),
+    quantize: tuple[str, ...] = (),
+) -> Recipe:
+    """A checked recipe. Raises: UsageError."""
+    recipe = Recipe(scheme=scheme, names=names, components=components, keep=keep, quantize=quantize)
+    check_recipe(recipe)
+    return recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """SRC as planned: everything that headers, configs, recipe and recorded facts decide."""
+    """SRC as planned: everything that headers, configs, recipe and recorded facts decide.
+
+    ``recipe`` includes the keep list that earlier scans recorded. ``store`` is None where it cannot
+    be used at all, with the reason in ``why_no_store``.
+    """
 
     source: Source
     recipe: Recipe
@@ -33,23 +87,128 @@ class Survey:
     store: Store | None
     why_no_store: str
 
+    @property
+    def manifest(self) -> Manifest:
+        """What a tree of this plan says of itself, digests left out."""
+        return make_manifest(
+            self.plan,
+            self.source.checkpoint,
+            self.recipe,
+            tool_version=__version__,
+            quantizer_version=QUANTIZER_VERSION,
+        )
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the source shards that view shards are made from."""
+        shards = self.source.checkpoint.shards
+        return sum(shards[path].entry.size for path in self.plan.source_shards)
+
+    @property
+    def view_bytes(self) -> int:
+        """Bytes of the view shards."""
+        return sum(shard.size for shard in self.plan.shards)
+
+    @property
+    def tree(self) -> Tree | None:
+        """The plan's tree if it is finished, else None."""
+        if self.store is None:
+            return None
+        tree = self.store.tree(self.plan.plan_id)
+        return tree if tree.is_complete() else None
+
+    def close(self) -> None:
+        """Close SRC. Repeatable."""
+        self.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A survey with its engine running and its tree prepared. ``tree`` is None where the store cannot be written."""
+    """A survey with its engine running and its tree prepared.
+
+    ``tree`` is None where the store cannot be written and holds no finished tree of this plan: then
+    nothing can be handed over, and the view has to be served inline.
+    """
 
     survey: Survey
     engine: Engine
     tree: Tree | None
+    pin: Pin | None
 
     def view(
         self, *, serve: str, grain: str, bound: bool, status: Callable[[], bytes] | None = None
-    ) -> View: ...
+    ) -> View:
+        """The tree to serve. *bound*: the store's tree and SRC are bound inside the mount."""
+        manifest, planned = self.survey.manifest, self.survey.plan
+        return View(
+            planned,
+            self.engine,
+            self.survey.source,
+            serve=serve if self.tree is not None else "inline",
+            grain=grain,
+            bound=bound,
+            tree=str(self.tree.path) if self.tree is not None else "",
+            status=status,
+            documents={
+                "manifest.json": lambda: encode_manifest(manifest),
+                "plan.json": lambda: encode_plan(planned),
+            },
+        )
 
-    def close(self, timeout_s: float = 10.0) -> None: ...
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop filling, unpin the tree, close SRC. Repeatable."""
+        self.engine.close(timeout_s)
+        if self.pin is not None:
+            self.pin.close()
+        self.survey.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
-def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool = True) -> Survey: ...
+def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool = False) -> Survey:
+    """Open SRC and plan its view. Reads headers, configs and a few sampled pages.
+
+    *store_root* None: no store at all. *create*: make the store if there is none yet.
+    Raises: UsageError, SourceInvalidError, SourceChangedError.
+    """
+    check_recipe(recipe)
+    if store_root is not None:
+        _refuse_store_inside(store_root, src)
+    store, why_no_store = _open_store(store_root, create=create)
+    source = Source.open(
+        src, hints=_read_hints(store, src), adopted=_Adopted(store) if store else None
+    )
+    try:
+        if store_root is not None:
+            _refuse_store_inside(store_root, source.root)
+        full = msgspec.structs.replace(
+            recipe, recorded_keep=_recorded_keep(store, source.checkpoint)
+        )
+        planned = plan(source.checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=_owner())
+    except BaseException:
+        source.close()
+        raise
+    return Survey(source, full, planned, store, why_no_store)
 
 
 def assemble(
@@ -61,4 +220,173 @@ def assemble(
     workers: int = 0,
     grain: str = "shard",
     need_store: bool = False,
-) -> Assembled: ...
+) -> Assembled:
+    """Survey SRC, start an engine on it and bring the tree up to what is sealed already.
+
+    *need_store*: a store that cannot be written is an error instead of a degraded start.
+    Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError.
+    """
+    quantizer = quantizer_factory(device)
+    found = survey(src, recipe, store_root, create=True)
+    pin: Pin | None = None
+    engine: Engine | None = None
+    try:
+        store = found.store
+        if need_store and (store is None or not store.writable):
+            why = store.why_not if store is not None else found.why_no_store
+            raise StoreFullError(f"the store cannot be written: {why}", hint="--store ROOT")
+        keeper: TreeKeeper | None = None
+        if store is not None:
+            with suppress(StoreError):  # a read-only store is never collected by us
+                pin = store.pin(found.plan.plan_id)
+            if store.writable:
+                _write_hints(store, src, found.source)
+            keeper = _prepared_tree(found, store, need_store=need_store)
+        engine = Engine(
+            found.plan,
+            found.source,
+            store,
+            quantizer,
+            workers=workers,
+            grain=grain,
+            on_sealed=keeper.link if keeper is not None else None,
+            why_no_store=found.why_no_store,
+        )
+        for shard in range(len(found.plan.shards)):
+            engine.sealed(
+                shard
+            )  # links what is there already, and completes the tree if that is all
+        tree = keeper.tree if keeper is not None else found.tree
+        return Assembled(found, engine, tree, pin)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        if pin is not None:
+            pin.close()
+        found.close()
+        raise
+
+
+def record_non_finite(found: Survey, bad: list[NonFinite]) -> int:
+    """Remember weights with NaN or Inf for every later plan of the same bytes; how many were new.
+
+    Kept by source shard, not by checkpoint: whatever view is made of that shard knows them.
+    """
+    store = found.store
+    if store is None or not store.writable:
+        raise StoreFullError(
+            f"findings cannot be recorded: {found.why_no_store or (store.why_not if store else '')}",
+            hint="--store ROOT, or give --keep",
+        )
+    by_shard: dict[str, dict[str, int]] = {}
+    for finding in bad:
+        for component in found.source.checkpoint.components:
+            if component.path == finding.component:
+                path = component.weight_map[finding.tensor]
+                by_shard.setdefault(path, {})[finding.tensor] = finding.index
+    new = 0
+    for path, tensors in by_shard.items():
+        identity = found.source.checkpoint.shards[path].identity
+        known = _read_scan(store, identity)
+        new += len(tensors.keys() - known.keys())
+        store.write_scan(identity, {"schema": SCAN_SCHEMA, "non_finite": known | tensors})
+    return new
+
+
+def _prepared_tree(found: Survey, store: Store, *, need_store: bool) -> TreeKeeper | None:
+    """The keeper of a prepared tree; None if the tree can neither be made nor is finished."""
+    if not store.writable:
+        return None
+    keeper = TreeKeeper(found.plan, found.source, store, found.manifest)
+    try:
+        keeper.prepare()
+    except StoreError as err:
+        if need_store:
+            raise
+        log.warning("no tree in the store: %s", err)
+        return None
+    return keeper
+
+
+def _open_store(root: Path | None, *, create: bool) -> tuple[Store | None, str]:
+    if root is None:
+        return None, "no store was asked for"
+    try:
+        return Store.open(root, create=create), ""
+    except StoreError as err:
+        return None, str(err)
+
+
+def _owner() -> Owner:
+    """Whom files that we make can belong to."""
+    return Owner(
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        privileged=os.geteuid() == 0,
+        groups=frozenset(os.getgroups()),
+    )
+
+
+def _refuse_store_inside(store_root: Path, src: Path) -> None:
+    store, source = store_root.resolve(), src.resolve()
+    if store == source or source in store.parents:
+        raise UsageError(
+            f"the store {store_root} is inside SRC {src}",
+            hint="choose --store ROOT outside of it",
+        )
+
+
+class _Adopted(Mapping[str, str]):
+    """identity -> the older identity that ``verify --adopt`` proved equal, read from the store when asked."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getitem__(self, identity: str) -> str:
+        value = self._store.read_adopted(identity)
+        if not isinstance(value, dict) or not isinstance(value.get("identity"), str):
+            raise KeyError(identity)
+        older: str = value["identity"]
+        return older
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _read_hints(store: Store | None, src: Path) -> dict[str, Hint] | None:
+    value = store.read_hints(hints_key(src)) if store is not None else None
+    return parse_hints(msgspec.json.encode(value)) if value is not None else None
+
+
+def _write_hints(store: Store, src: Path, source: Source) -> None:
+    try:
+        store.write_hints(hints_key(src), msgspec.json.decode(encode_hints(source.hints())))
+    except Fp8fsError as err:
+        log.warning("hints not kept: %s", err)
+
+
+def _read_scan(store: Store, identity: str) -> dict[str, int]:
+    """tensor -> index of its first NaN or Inf, as recorded for one source shard."""
+    value = store.read_scan(identity)
+    if not isinstance(value, dict) or value.get("schema") != SCAN_SCHEMA:
+        return {}
+    found = value.get("non_finite")
+    return {str(k): int(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _recorded_keep(store: Store | None, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Every weight of this checkpoint that a scan found to hold NaN or Inf, as the recipe names it."""
+    if store is None:
+        return ()
+    keep: set[str] = set()
+    for component in checkpoint.components:
+        for path in component.shards:
+            for tensor in _read_scan(store, checkpoint.shards[path].identity):
+                keep.add(f"{component.path}/{tensor}" if component.path else tensor)
+    return tuple(sorted(keep))

@@ -1,1 +1,52 @@
+"""The command line: one file per command. Results on stdout, progress and logs on stderr."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code says how it ended (docs/CLI.md).
+
+    An expected failure is one line on stderr, and with ``--json`` the same as data on stdout.
+    Anything else is a bug: a traceback and exit code 70.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    from fp8fs.cli import status
+    from fp8fs.errors import Fp8fsError
+
+    try:
+        if (request := status.quick_request(arguments)) is not None:
+            status.show(request)
+            return 0
+        from fp8fs.cli.app import run_app
+
+        return run_app(arguments)
+    except Fp8fsError as err:
+        from fp8fs.cli.output import report_error
+
+        report_error(err, as_json=_wants_json(arguments))
+        return err.exit
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads any more; the interpreter must not complain at exit
+        return EXIT_BROKEN_PIPE
+    except Exception:  # noqa: BLE001 - the one place where a bug becomes an exit code
+        import traceback
+
+        traceback.print_exc()
+        return EXIT_BUG
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether ``--json`` was among our own options (what follows "--" belongs to ``run``'s command)."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in own

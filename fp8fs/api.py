@@ -1,0 +1,215 @@
+"""The Python API: what the commands do, for programs.
+
+with fp8fs.mounted("Wan2.2-T2V-A14B") as path: ...
+tree = fp8fs.build("Wan2.2-T2V-A14B", to="/models/wan-fp8")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from fp8fs.core.recipe import Recipe
+from fp8fs.engine import EngineStats
+from fp8fs.errors import NotMountedError, UsageError
+
+__all__ = ["build", "mounted", "run_command"]
+
+StrPath = str | os.PathLike[str]
+
+
+def _recipe(
+    recipe: Recipe | None,
+    *,
+    scheme: str,
+    names: str,
+    components: Sequence[str],
+    keep: Sequence[str],
+    quantize: Sequence[str],
+) -> Recipe:
+    from fp8fs.assembly import recipe_from
+
+    if recipe is not None:
+        return recipe
+    return recipe_from(
+        scheme=scheme,
+        names=names,
+        components=tuple(components),
+        keep=tuple(keep),
+        quantize=tuple(quantize),
+    )
+
+
+def _store(store: StrPath | None) -> Path:
+    from fp8fs.assembly import default_store_root
+
+    chosen = store if store is not None else os.environ.get("FP8FS_STORE") or None
+    return Path(chosen).expanduser().absolute() if chosen is not None else default_store_root()
+
+
+@contextmanager
+def mounted(
+    src: StrPath,
+    dst: StrPath | None = None,
+    *,
+    store: StrPath | None = None,
+    scheme: str = "",
+    names: str = "checkpoint",
+    components: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    quantize: Sequence[str] = (),
+    recipe: Recipe | None = None,
+    serve: str = "handoff",
+    grain: str = "shard",
+    device: str = "auto",
+    workers: int = 0,
+    allow_other: bool = False,
+) -> Iterator[Path]:
+    """Mount *src* and yield the mount's path; unmounted on every way out, signals included.
+
+    *dst* None: a temporary directory. The options are those of ``fp8fs mount``; *recipe* replaces the
+    recipe options. Raises: Fp8fsError.
+    """
+    from fp8fs.fuse import session
+
+    made = None if dst is not None else tempfile.mkdtemp(prefix="fp8fs-")
+    point = Path(dst if dst is not None else f"{made}/{Path(src).absolute().name or 'view'}")
+    spec = session.MountSpec(
+        src=os.fspath(Path(src).expanduser().absolute()),
+        dst=os.fspath(point.expanduser().absolute()),
+        store=os.fspath(_store(store)),
+        recipe=_recipe(
+            recipe,
+            scheme=scheme,
+            names=names,
+            components=components,
+            keep=keep,
+            quantize=quantize,
+        ),
+        serve=serve,
+        grain=grain,
+        device=device,
+        workers=workers,
+        allow_other=allow_other,
+    )
+    try:
+        with _signals_raise():
+            found = session.mount(spec)
+            try:
+                yield Path(found.dst)
+            finally:
+                with suppress(NotMountedError):  # somebody was quicker
+                    session.unmount(found.dst, lazy=True)
+    finally:
+        if made is not None:
+            with suppress(OSError):
+                os.rmdir(point)
+            with suppress(OSError):
+                os.rmdir(made)
+
+
+def build(
+    src: StrPath,
+    to: StrPath | None = None,
+    *,
+    store: StrPath | None = None,
+    scheme: str = "",
+    names: str = "checkpoint",
+    components: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    quantize: Sequence[str] = (),
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    workers: int = 0,
+    progress: Callable[[EngineStats], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Path:
+    """Quantize all of *src* into the store, without FUSE. Returns the path of the finished tree.
+
+    *to*: also copy it there, plain and self-contained, and return that path. Resumable: what an earlier
+    run made is not made again. *progress* gets the engine's statistics a few times a second; *note* a
+    sentence for each weight that is kept because it holds NaN or Inf. Raises: Fp8fsError.
+    """
+    from fp8fs.building import build_tree
+    from fp8fs.export import check_target, export_tree
+
+    source = Path(src).expanduser()
+    target = Path(to).expanduser() if to is not None else None
+    if target is not None:
+        check_target(target, source)
+    tree = build_tree(
+        source,
+        _recipe(
+            recipe,
+            scheme=scheme,
+            names=names,
+            components=components,
+            keep=keep,
+            quantize=quantize,
+        ),
+        _store(store),
+        device=device,
+        workers=workers,
+        progress=progress,
+        note=note,
+    )
+    if target is None:
+        return tree
+    export_tree(tree, target)
+    return target.absolute()
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run *command* to its end and return its exit code (128 + N if signal N ended it).
+
+    Ctrl-C reaches the command by the terminal itself; we wait for its end. Raises: UsageError if it
+    cannot be started.
+    """
+    if shutil.which(command[0]) is None:
+        raise UsageError(f'no command "{command[0]}"', hint="is it installed, and on PATH?")
+    child = subprocess.Popen(list(command))
+    while True:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            continue  # the child got it too and decides how to end
+        except BaseException:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+            child.kill()
+            child.wait()
+            raise
+        return code if code >= 0 else 128 - code
+
+
+class _Ended(SystemExit):
+    """A signal asked this process to end; unwinding unmounts first."""
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like an exception, so that nothing stays mounted. Main thread only."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Ended(128 + number)
+
+    watched = (signal.SIGTERM, signal.SIGHUP)
+    try:
+        before = {number: signal.signal(number, end) for number in watched}
+    except ValueError:  # not the main thread: whoever owns it handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

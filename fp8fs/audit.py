@@ -1,0 +1,358 @@
+"""``verify``: are the sealed bytes what their records say, and are they what the source gives?
+
+check_store(store)      every object against its own record, by reading all of it
+check_plan(found)       the objects of one plan; deep: made again from the source and compared
+adopt(found)            identities of a source with new dates, proved equal by reading it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from fp8fs.assembly import Survey
+from fp8fs.core.digest import TileDigester
+from fp8fs.core.dtypes import DTYPES
+from fp8fs.core.manifest import Manifest, decode_manifest
+from fp8fs.core.plan import Unit, ViewShard, tiles
+from fp8fs.engine import Engine
+from fp8fs.errors import StoreDamagedError, StoreError
+from fp8fs.quant import quantizer_factory
+from fp8fs.source import Source
+from fp8fs.store.store import ShardSpec, Store, UnitSpan
+from fp8fs.store.types import PREAMBLE
+
+__all__ = ["Audit", "Damage", "adopt", "check_plan", "check_store"]
+
+_COMPARE_BYTES = 8 << 20
+
+Progress = Callable[[int], None]
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """One thing that is wrong. ``tensor`` is "" when it concerns the whole file."""
+
+    object_id: str
+    path: str
+    tensor: str
+    what: str
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """What was looked at. ``missing``: view shards that are not sealed yet, which is no damage."""
+
+    checked: int
+    missing: int
+    checked_bytes: int
+    damage: tuple[Damage, ...]
+
+
+def check_plan(
+    found: Survey,
+    *,
+    deep: bool = False,
+    device: str = "cpu",
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> Audit:
+    """Digests of every sealed shard of the plan; *deep*: its bytes against a second making, too."""
+    damage: list[Damage] = []
+    checked = missing = checked_bytes = 0
+    fresh = _fresh_engine(found, device=device, workers=workers) if deep else None
+    try:
+        for number, shard in enumerate(found.plan.shards):
+            store = found.store
+            sealed = store.find_object(shard_spec(shard)) if store is not None else None
+            if store is None or sealed is None:
+                missing += 1
+                continue
+            names = [unit.name for unit in shard.units]
+            bad = _check_object(store, shard.object_id, shard.path, unit_spans(shard), names)
+            if fresh is not None and not bad:
+                bad = _compare(fresh, number, shard, sealed)
+            damage += bad
+            checked += 1
+            checked_bytes += shard.size
+            if progress is not None:
+                progress(shard.size)
+    finally:
+        if fresh is not None:
+            fresh.close()
+    return Audit(checked, missing, checked_bytes, tuple(damage))
+
+
+def check_store(store: Store, *, progress: Progress | None = None) -> Audit:
+    """Digests of every object of a store, whatever it was made from."""
+    damage: list[Damage] = []
+    objects = store.list_objects()
+    for info in objects:
+        damage += _check_recorded(store, info.object_id)
+        if progress is not None:
+            progress(info.size)
+    return Audit(len(objects), 0, sum(info.size for info in objects), tuple(damage))
+
+
+def set_aside(store: Store, damage: Iterable[Damage]) -> int:
+    """Damaged objects leave the store, so that they are made again; how many did."""
+    reasons: dict[str, str] = {}
+    for item in damage:
+        reasons.setdefault(item.object_id, f"verify: {item.tensor or item.path}: {item.what}")
+    for object_id, reason in reasons.items():
+        store.set_aside(object_id, reason)
+    return len(reasons)
+
+
+def shard_spec(shard: ViewShard) -> ShardSpec:
+    """The shard as the store knows it."""
+    return ShardSpec(
+        object_id=shard.object_id,
+        size=shard.size,
+        preamble=shard.preamble,
+        unit_count=len(shard.units),
+        mode=shard.mode,
+        uid=shard.uid,
+        gid=shard.gid,
+        mtime_ns=shard.mtime_ns,
+    )
+
+
+def unit_spans(shard: ViewShard) -> list[UnitSpan]:
+    """Where each unit lies in the shard's file and how its digest is cut."""
+    return [
+        UnitSpan(
+            unit=number,
+            start=unit.data.start,
+            length=unit.data.length,
+            rows=unit.rows,
+            cols=unit.cols,
+            item_bytes=_item_bytes(unit),
+            scale_start=unit.scale.start if unit.scale else 0,
+            scale_length=unit.scale.length if unit.scale else 0,
+        )
+        for number, unit in enumerate(shard.units)
+    ]
+
+
+def _item_bytes(unit: Unit) -> int:
+    return DTYPES[unit.dtype].bits // 8
+
+
+def _check_object(
+    store: Store, object_id: str, path: str, spans: list[UnitSpan], names: list[str]
+) -> list[Damage]:
+    try:
+        bad = store.verify_object(object_id, spans)
+    except StoreDamagedError as err:
+        return [Damage(object_id, path, "", err.what)]
+    except StoreError as err:
+        return [Damage(object_id, path, "", f"cannot be read: {err.what}")]
+    found = []
+    for unit in bad:
+        if unit == PREAMBLE:
+            found.append(Damage(object_id, path, "", "the header is not what was written"))
+        else:
+            what = "its bytes are not what was written"
+            found.append(Damage(object_id, path, names[unit], what))
+    return found
+
+
+class _RecordedUnit(msgspec.Struct, frozen=True):
+    """The part of an object's recorded facts that reading back needs."""
+
+    name: str
+    span: UnitSpan
+
+
+class _RecordedFacts(msgspec.Struct, frozen=True):
+    path: str = ""
+    units: tuple[_RecordedUnit, ...] = ()
+
+
+def _check_recorded(store: Store, object_id: str) -> list[Damage]:
+    """An object by what its own record says of its units."""
+    record = store.record(object_id)
+    if record is None:
+        return [Damage(object_id, "", "", "its record is missing or damaged")]
+    try:
+        facts = msgspec.json.decode(record.facts, type=_RecordedFacts)
+    except msgspec.DecodeError as err:
+        return [Damage(object_id, "", "", f"its record cannot be read: {err}")]
+    spans = [unit.span for unit in facts.units]
+    return _check_object(store, object_id, facts.path, spans, [u.name for u in facts.units])
+
+
+def _fresh_engine(found: Survey, *, device: str, workers: int) -> Engine:
+    """An engine that knows no store, so that it makes everything from the source."""
+    return Engine(
+        found.plan,
+        found.source,
+        None,
+        quantizer_factory(device),
+        workers=workers,
+        grain="tensor",
+        why_no_store="verify --deep compares with the source",
+    )
+
+
+def _compare(fresh: Engine, number: int, shard: ViewShard, sealed: Path) -> list[Damage]:
+    """The tensors whose sealed bytes differ from those made now."""
+    found = []
+    reader = fresh.open(number)
+    fd = os.open(sealed, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for unit in shard.units:
+            extents = [unit.data] + ([unit.scale] if unit.scale else [])
+            if any(not _same(reader.pread, fd, extent.start, extent.length) for extent in extents):
+                what = "its bytes are not what the source gives"
+                found.append(Damage(shard.object_id, shard.path, unit.name, what))
+    finally:
+        os.close(fd)
+        reader.close()
+    return found
+
+
+def _same(
+    pread: Callable[[int, int, Callable[[], None]], bytes], fd: int, start: int, length: int
+) -> bool:
+    for at in range(start, start + length, _COMPARE_BYTES):
+        step = min(_COMPARE_BYTES, start + length - at)
+        if pread(at, step, lambda: None) != os.pread(fd, step, at):
+            return False
+    return True
+
+
+def adopt(found: Survey, *, progress: Progress | None = None) -> dict[str, str]:
+    """Source shards proved equal to ones that the store knows: path -> the older identity, recorded.
+
+    A shard is equal if a finished view of the same recipe has the same names, sizes and headers, and every
+    input digest recorded for that shard equals what its bytes give now. Reads each candidate shard once.
+    """
+    store = found.store
+    if store is None or not store.writable:
+        return {}
+    adopted: dict[str, str] = {}
+    unknown = {
+        path: identity
+        for path, identity in zip(
+            found.plan.source_shards, found.plan.source_identities, strict=True
+        )
+        if not _is_known(store, found, path)
+    }
+    for manifest in _similar(store, found):
+        older = {source.path: source.identity for source in manifest.sources}
+        left = {p: i for p, i in unknown.items() if p not in adopted and older.get(p, i) != i}
+        if not left:
+            continue
+        equal = _equal_sources(store, found, manifest, set(left), progress)
+        for path in equal:
+            mtimes = {s.path: s.mtime_ns for s in manifest.sources}
+            store.write_adopted(unknown[path], {"identity": older[path], "mtime_ns": mtimes[path]})
+            adopted[path] = older[path]
+    return adopted
+
+
+def _is_known(store: Store, found: Survey, path: str) -> bool:
+    """Whether some sealed object of this plan is made from that source shard already."""
+    index = found.plan.source_shards.index(path)
+    return any(
+        store.record(shard.object_id) is not None
+        for shard in found.plan.shards
+        if index in shard.sources
+    )
+
+
+def _similar(store: Store, found: Survey) -> list[Manifest]:
+    """Manifests of finished trees with the same recipe and the same shards, newest first."""
+    mine = found.manifest
+    shape = [(shard.path, shard.size, shard.tensor_count) for shard in mine.shards]
+    similar = []
+    for info in sorted(store.list_trees(), key=lambda tree: -tree.changed_ns):
+        if not info.complete or info.plan_id == found.plan.plan_id:
+            continue
+        try:
+            place = store.tree(info.plan_id).path / ".fp8fs" / "manifest.json"
+            manifest = decode_manifest(place.read_bytes())
+        except (OSError, StoreError):
+            continue
+        if (
+            manifest.quantizer_version == mine.quantizer_version
+            and manifest.schemes == mine.schemes
+            and [(s.path, s.size, s.tensor_count) for s in manifest.shards] == shape
+        ):
+            similar.append(manifest)
+    return similar
+
+
+def _equal_sources(
+    store: Store,
+    found: Survey,
+    manifest: Manifest,
+    candidates: set[str],
+    progress: Progress | None,
+) -> set[str]:
+    """Those of *candidates* all of whose tensors give the input digests that were recorded."""
+    equal = set(candidates)
+    for shard, older in zip(found.plan.shards, manifest.shards, strict=True):
+        record = store.record(older.object_id)
+        sealed = store.object_path(older.object_id)
+        if record is None or not _same_preamble(sealed, shard.preamble):
+            equal -= {found.plan.source_shards[i] for i in shard.sources}
+            continue
+        by_unit = {line.unit: line for line in record.records}
+        for number, unit in enumerate(shard.units):
+            paths = {found.plan.source_shards[piece.shard] for piece in unit.pieces}
+            if not paths & equal:
+                continue
+            line = by_unit.get(number)
+            if line is None or line.input_digest != _input_digest(found, unit):
+                equal -= paths
+            if progress is not None:
+                progress(sum(piece.nbytes for piece in unit.pieces))
+    return equal
+
+
+def _same_preamble(sealed: Path, preamble: bytes) -> bool:
+    try:
+        with sealed.open("rb") as file:
+            return file.read(len(preamble)) == preamble
+    except OSError:
+        return False
+
+
+def _input_digest(found: Survey, unit: Unit) -> str:
+    """The digest of a unit's source matrix, tile by tile as the engine makes it."""
+    item = _item_bytes(unit)
+    row_bytes = unit.cols * item
+    digester = TileDigester()
+    for tile in tiles(unit.rows, unit.cols, item):
+        data = bytearray(tile.rows * tile.cols * item)
+        view = memoryview(data)
+        if tile.cols == unit.cols:
+            _read_matrix(found.source, found, unit, view, tile.row * row_bytes + tile.col * item)
+        else:
+            width = tile.cols * item
+            for row in range(tile.rows):
+                at = (tile.row + row) * row_bytes + tile.col * item
+                _read_matrix(found.source, found, unit, view[row * width : (row + 1) * width], at)
+        digester.add(data)
+    return digester.hexdigest()
+
+
+def _read_matrix(
+    source: Source, found: Survey, unit: Unit, into: memoryview, matrix_offset: int
+) -> None:
+    """Fill *into* from the unit's pieces, which follow one another in the matrix."""
+    start = 0
+    for piece in unit.pieces:
+        begin = max(matrix_offset, start)
+        end = min(matrix_offset + into.nbytes, start + piece.nbytes)
+        if begin < end:
+            source.pread_into(
+                found.plan.source_shards[piece.shard],
+                into[begin - matrix_offset : end - matrix_offset],
+                piece.file_offset + begin - start,
+            )
+        start += piece.nbytes

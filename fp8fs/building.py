@@ -1,0 +1,118 @@
+"""Fill a whole store without FUSE: every shard sealed, weights with NaN or Inf kept and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8fs.assembly import Assembled, Survey, assemble, record_non_finite, survey
+from fp8fs.core.recipe import Recipe
+from fp8fs.engine import EngineStats, NonFinite, scan
+from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
+from fp8fs.quant import quantizer_factory
+from fp8fs.tree import pin_for_good
+
+__all__ = ["build_tree", "finished_tree", "scan_values"]
+
+Progress = Callable[[EngineStats], None]
+
+
+def build_tree(
+    src: Path,
+    recipe: Recipe,
+    store_root: Path,
+    *,
+    device: str = "auto",
+    workers: int = 0,
+    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Path:
+    """The finished tree's path, made now as far as it is missing; kept from gc from now on.
+
+    A weight with NaN or Inf stops its shard; it is recorded as kept, the view is planned again, and the
+    rest goes on. *note* is told of each such weight. Resumable at any point.
+    """
+    while True:
+        with assemble(
+            src, recipe, store_root, device=device, workers=workers, need_store=True
+        ) as assembled:
+            try:
+                assembled.engine.fill(progress)
+            except NonFiniteTensorError as err:
+                if not _keep_non_finite(assembled, err, note):
+                    raise
+                continue
+            return _finished(assembled)
+
+
+def scan_values(
+    found: Survey,
+    *,
+    device: str = "auto",
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[NonFinite]:
+    """Read every weight that is to be quantized; record those that hold NaN or Inf, and return them."""
+    quantizer = quantizer_factory(device)()
+    try:
+        bad = scan(found.plan, found.source, quantizer, workers=workers, progress=progress)
+    finally:
+        quantizer.close()
+    if bad:
+        record_non_finite(found, bad)
+    return bad
+
+
+def finished_tree(src: Path, recipe: Recipe, store_root: Path) -> Path | None:
+    """The finished tree's path (kept from gc from now on), or None if some of it is still missing."""
+    with survey(src, recipe, store_root) as found:
+        tree = found.tree
+        if tree is None or found.store is None:
+            return None
+        if found.store.writable:
+            pin_for_good(tree)
+        return tree.path
+
+
+def _keep_non_finite(
+    assembled: Assembled, raised: NonFiniteTensorError, note: Callable[[str], None] | None
+) -> bool:
+    """Record every NaN or Inf that this run met; whether the next plan will differ."""
+    bad: dict[tuple[str, str], NonFinite] = {}
+    failures: list[Fp8fsError] = [raised]
+    for seen in assembled.engine.stats().last_errors:
+        if seen.code == NonFiniteTensorError.code:
+            failures.append(NonFiniteTensorError(seen.what, hint=seen.hint, **seen.facts))
+    for failure in failures:
+        finding = _finding(assembled.survey, failure)
+        if finding is not None:
+            bad[(finding.component, finding.tensor)] = finding
+    if note is not None:
+        for finding in bad.values():
+            note(f"{finding.tensor}: NaN or Inf at index {finding.index}; kept as it is")
+    return record_non_finite(assembled.survey, list(bad.values())) > 0
+
+
+def _finding(found: Survey, failure: Fp8fsError) -> NonFinite | None:
+    tensor, index = failure.facts.get("tensor"), failure.facts.get("index")
+    component = failure.facts.get("component")
+    if not isinstance(tensor, str) or not isinstance(index, int):
+        return None
+    for candidate in found.source.checkpoint.components:
+        if component in (None, candidate.path) and tensor in candidate.weight_map:
+            return NonFinite(candidate.path, tensor, index)
+    return None
+
+
+def _finished(assembled: Assembled) -> Path:
+    tree = assembled.tree
+    if tree is None or not tree.is_complete():
+        stats = assembled.engine.stats()
+        if stats.degraded:
+            raise StoreError(f"the tree is not complete: {stats.degraded}")
+        raise StoreBusyError(
+            f"the tree is not complete: {stats.shards_sealed} of {stats.shards_total} shards",
+            hint="run build again",
+        )
+    pin_for_good(tree)
+    return tree.path

@@ -1,0 +1,98 @@
+"""``fp8fs build`` and ``fp8fs path``: a finished tree without a mount."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8fs.cli.options import (
+    Component,
+    Device,
+    Json,
+    Keep,
+    Names,
+    Quantize,
+    Quiet,
+    Scheme,
+    Src,
+    Store,
+    Workers,
+    recipe_of,
+    store_root,
+)
+
+__all__ = ["build", "path"]
+
+
+def build(
+    src: Src,
+    to: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also copy the result to DIR: plain and self-contained."),
+    ] = None,
+    store: Store = None,
+    scheme: Scheme = "",
+    names: Names = "checkpoint",
+    component: Component = None,
+    keep: Keep = None,
+    quantize: Quantize = None,
+    device: Device = "auto",
+    workers: Workers = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize all of SRC into the store without FUSE; print the path of the finished tree."""
+    from fp8fs.api import build as build_checkpoint
+    from fp8fs.cli.output import Output
+    from fp8fs.cli.progress import filling
+
+    output = Output(as_json=as_json, quiet=quiet)
+    with filling(quiet=quiet) as progress:
+        finished = build_checkpoint(
+            src,
+            to,
+            store=store_root(store),
+            recipe=recipe_of(
+                scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+            ),
+            device=device,
+            workers=workers,
+            progress=progress,
+            note=output.note,
+        )
+    if as_json:
+        output.document({"path": str(finished)})
+    else:
+        output.path(finished)
+
+
+def path(
+    src: Src,
+    store: Store = None,
+    scheme: Scheme = "",
+    names: Names = "checkpoint",
+    component: Component = None,
+    keep: Keep = None,
+    quantize: Quantize = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print the path of SRC's finished tree; exit 1 if the store does not hold all of it."""
+    from fp8fs.building import finished_tree
+    from fp8fs.cli.output import Output
+
+    output = Output(as_json=as_json, quiet=quiet)
+    recipe = recipe_of(
+        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+    )
+    tree = finished_tree(src.expanduser(), recipe, store_root(store))
+    if as_json:
+        output.document({"path": str(tree) if tree is not None else None})
+    elif tree is not None:
+        output.path(tree)
+    else:
+        output.note("not complete in the store; fp8fs build makes it")
+    if tree is None:
+        raise typer.Exit(1)

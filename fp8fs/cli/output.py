@@ -1,0 +1,100 @@
+"""What every command prints with: JSON and text results, notes, sizes, errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8fs.errors import Fp8fsError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Output", "format_bytes", "format_duration", "printable", "report_error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a command's words go. ``as_json``: one document on stdout; ``quiet``: no notes on stderr."""
+
+    as_json: bool = False
+    quiet: bool = False
+
+    def document(self, value: object) -> None:
+        """The result as one JSON document on stdout."""
+        _write_json(value)
+
+    def line(self, text: str) -> None:
+        """One line of the result on stdout."""
+        print(printable(text), flush=True)
+
+    def note(self, text: str) -> None:
+        """Something good to know, on stderr; silent with --quiet."""
+        if not self.quiet:
+            print(printable(text), file=sys.stderr, flush=True)
+
+    def path(self, path: Path) -> None:
+        """A path as the result, byte for byte as the filesystem spells it."""
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+        sys.stdout.buffer.flush()
+
+    def console(self, *, wide: bool = False) -> Console:
+        """A rich console on stdout; *wide* keeps one line per row where stdout is not a terminal."""
+        from rich.console import Console
+
+        width = 200 if wide and not sys.stdout.isatty() else None
+        return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def report_error(err: Fp8fsError, *, as_json: bool) -> None:
+    """One line on stderr; with *as_json* also ``{"error": ...}`` on stdout."""
+    if as_json:
+        _write_json({"error": err.as_dict()})
+    print(f"error: {printable(str(err))}", file=sys.stderr, flush=True)
+
+
+def _write_json(value: object) -> None:
+    import msgspec
+
+    sys.stdout.flush()
+    try:
+        data = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # names that are not UTF-8 arrive with surrogates
+        import json
+
+        data = json.dumps(msgspec.to_builtins(value)).encode("ascii")
+    sys.stdout.buffer.write(msgspec.json.format(data, indent=2) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def printable(text: str) -> str:
+    """*text* with undecodable bytes shown as escapes, so that printing never fails."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def format_bytes(count: int) -> str:
+    """A size for people: three digits and a decimal unit ("90.9 MB")."""
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.5 or unit == "PB":
+            break
+    return f"{value:.3g} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """A time for people ("0.42 s", "3 min 05 s", "2 h 10 min")."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,165 @@
+"""``fp8fs plan``: the whole view and the reason for each tensor, before anything is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8fs.cli.options import (
+    Component,
+    Device,
+    Json,
+    Keep,
+    Names,
+    Quantize,
+    Quiet,
+    Scheme,
+    Src,
+    Store,
+    Workers,
+    recipe_of,
+    store_root,
+)
+
+if TYPE_CHECKING:
+    from fp8fs.assembly import Survey
+    from fp8fs.cli.output import Output
+    from fp8fs.core.plan import Plan
+    from fp8fs.engine import NonFinite
+
+__all__ = ["plan"]
+
+
+def plan(
+    src: Src,
+    scan: Annotated[
+        bool,
+        typer.Option("--scan", help="Read the weights too; remember those with NaN or Inf."),
+    ] = False,
+    store: Store = None,
+    scheme: Scheme = "",
+    names: Names = "checkpoint",
+    component: Component = None,
+    keep: Keep = None,
+    quantize: Quantize = None,
+    device: Device = "auto",
+    workers: Workers = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print the whole view of SRC: each tensor's shape, dtypes, bytes, group and reason."""
+    from fp8fs.assembly import survey
+    from fp8fs.cli.output import Output
+
+    output = Output(as_json=as_json, quiet=quiet)
+    recipe = recipe_of(
+        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+    )
+    root = store_root(store)
+    findings: list[NonFinite] = []
+    found = survey(src.expanduser(), recipe, root, create=scan)
+    try:
+        if scan:
+            findings = _scan(found, device=device, workers=workers, output=output)
+            if findings:
+                found.close()
+                found = survey(src.expanduser(), recipe, root)
+        if as_json:
+            output.document(_document(found, findings))
+        else:
+            _table(found, output)
+            for finding in findings:
+                output.note(
+                    f"{finding.tensor}: NaN or Inf at index {finding.index}; recorded, kept as it is"
+                )
+    finally:
+        found.close()
+
+
+def _scan(found: Survey, *, device: str, workers: int, output: Output) -> list[NonFinite]:
+    from fp8fs.building import scan_values
+    from fp8fs.cli.progress import bar
+
+    with bar("reading", found.source_bytes, quiet=output.quiet) as advance:
+        done = 0
+
+        def progress(read: int, total: int) -> None:
+            nonlocal done
+            advance(read - done)
+            done = read
+
+        return scan_values(found, device=device, workers=workers, progress=progress)
+
+
+def _document(found: Survey, findings: list[NonFinite]) -> dict[str, object]:
+    from fp8fs.core.manifest import plan_document
+
+    return {
+        **plan_document(found.plan),
+        "recipe": found.recipe,
+        "files": [
+            {"path": path, "kind": entry.kind, "size": entry.size}
+            for path, entry in found.plan.entries.items()
+            if path
+        ],
+        "non_finite": findings,
+    }
+
+
+def _table(found: Survey, output: Output) -> None:
+    from rich.table import Table
+
+    from fp8fs.cli.output import format_bytes, printable
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("tensor", "shape", "dtype", "bytes", "group", "reason"):
+        table.add_column(
+            heading, overflow="fold", justify="right" if heading == "bytes" else "left"
+        )
+    for row in found.plan.rows:
+        name = f"{row.component}/{row.name}" if row.component else row.name
+        changed = row.dtype_in != row.dtype_out
+        table.add_row(
+            printable(name),
+            "x".join(str(size) for size in row.shape),
+            f"{row.dtype_in} -> {row.dtype_out}" if changed else row.dtype_in,
+            f"{row.bytes_in} -> {row.bytes_out}" if changed else str(row.bytes_in),
+            printable(row.group),
+            row.reason,
+        )
+    console = output.console(wide=True)
+    console.print(table)
+    console.print()
+    for component, total in _totals(found.plan).items():
+        console.print(
+            f"{printable(component or '.')}: {total.quantized} of {total.tensors} tensors quantized"
+            f" ({found.plan.schemes.get(component, 'no scheme')}), "
+            f"{format_bytes(total.bytes_in)} -> {format_bytes(total.bytes_out)}",
+            markup=False,
+        )
+    for path in found.plan.hidden:
+        console.print(f"hidden: {printable(path)}", markup=False)
+    for warning in found.plan.warnings:
+        output.note(f"warning: {warning}")
+
+
+@dataclass(slots=True)
+class _Total:
+    tensors: int = 0
+    quantized: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+def _totals(plan: Plan) -> dict[str, _Total]:
+    """Sums per component."""
+    totals: dict[str, _Total] = {}
+    for row in plan.rows:
+        total = totals.setdefault(row.component, _Total())
+        total.tensors += 1
+        total.quantized += row.dtype_in != row.dtype_out
+        total.bytes_in += row.bytes_in
+        total.bytes_out += row.bytes_out
+    return totals

@@ -1,0 +1,71 @@
+"""``fp8fs run``: mount, run a command with the mount's path in it, unmount whatever happens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8fs.cli.options import (
+    AllowOther,
+    Component,
+    Device,
+    Grain,
+    Keep,
+    Names,
+    Quantize,
+    Quiet,
+    Scheme,
+    Serve,
+    Src,
+    Store,
+    Workers,
+    recipe_of,
+    store_root,
+)
+
+__all__ = ["run"]
+
+
+def run(
+    src: Src,
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- CMD...", help="The command; each {} in it becomes the mount's path."
+        ),
+    ],
+    store: Store = None,
+    scheme: Scheme = "",
+    names: Names = "checkpoint",
+    component: Component = None,
+    keep: Keep = None,
+    quantize: Quantize = None,
+    serve: Serve = "handoff",
+    grain: Grain = "shard",
+    device: Device = "auto",
+    workers: Workers = 0,
+    allow_other: AllowOther = False,
+    quiet: Quiet = False,
+) -> None:
+    """Mount SRC, run CMD with {} replaced by the mount, unmount; exit with CMD's code."""
+    from fp8fs.api import mounted, run_command
+    from fp8fs.errors import UsageError
+
+    if not any("{}" in word for word in command):
+        raise UsageError("no {} in the command", hint="fp8fs run SRC -- CMD {}")
+    recipe = recipe_of(
+        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+    )
+    with mounted(
+        src,
+        store=store_root(store),
+        recipe=recipe,
+        serve=serve,
+        grain=grain,
+        device=device,
+        workers=workers,
+        allow_other=allow_other,
+    ) as dst:
+        code = run_command([word.replace("{}", str(dst)) for word in command])
+    raise typer.Exit(code)

@@ -1,0 +1,177 @@
+"""``fp8fs ls``, ``rm`` and ``gc``: what the store holds, and making room in it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8fs.cli.options import Json, Quiet, Store, store_root
+
+if TYPE_CHECKING:
+    from fp8fs.store.store import Store as StoreDirectory
+    from fp8fs.store.store import TreeInfo
+
+__all__ = ["gc", "ls", "rm"]
+
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _open(root: Path | None) -> StoreDirectory:
+    from fp8fs.store.store import Store as StoreDirectory
+
+    return StoreDirectory.open(store_root(root), create=False)
+
+
+def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None:
+    """List the trees in the store: size, age, whether complete, in use or kept."""
+    from rich.table import Table
+
+    from fp8fs.cli.output import Output, format_bytes, format_duration, printable
+    from fp8fs.tree import is_pinned_for_good, origin_of
+
+    output = Output(as_json=as_json, quiet=quiet)
+    opened = _open(store)
+    usage = opened.usage()
+    trees = sorted(opened.list_trees(), key=lambda tree: -tree.changed_ns)
+    rows = [
+        {
+            "plan_id": tree.plan_id,
+            "src": origin_of(opened.tree(tree.plan_id).path),
+            "path": str(opened.tree(tree.plan_id).path),
+            "complete": tree.complete,
+            "in_use": tree.pinned,
+            "kept": is_pinned_for_good(opened.tree(tree.plan_id).path),
+            "size": tree.size,
+            "changed_ns": tree.changed_ns,
+        }
+        for tree in trees
+    ]
+    if as_json:
+        output.document({"store": str(opened.root), "usage": usage, "trees": rows})
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("tree", "size", "age", "state", "made from"):
+        table.add_column(heading, justify="right" if heading == "size" else "left")
+    for row, tree in zip(rows, trees, strict=True):
+        states = ["complete" if row["complete"] else "partial"]
+        states += [word for word, on in (("in use", row["in_use"]), ("kept", row["kept"])) if on]
+        age = format_duration(max(0.0, time.time() - tree.changed_ns / 1e9))
+        table.add_row(
+            tree.plan_id[:12],
+            format_bytes(tree.size),
+            age,
+            ", ".join(states),
+            printable(str(row["src"])),
+        )
+    console = output.console(wide=True)
+    console.print(table)
+    console.print(
+        f"{opened.root}: {format_bytes(usage.object_bytes)} sealed, "
+        f"{format_bytes(usage.partial_bytes)} in the making, {format_bytes(usage.free_bytes)} free",
+        markup=False,
+    )
+
+
+def rm(
+    trees: Annotated[
+        list[str], typer.Argument(metavar="TREE...", help="Ids (or their beginnings) from ls.")
+    ],
+    store: Store = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove trees and what only they need; never one that is in use."""
+    from fp8fs.cli.output import Output, format_bytes
+
+    output = Output(as_json=as_json, quiet=quiet)
+    opened = _open(store)
+    known = opened.list_trees()
+    chosen = [_chosen(word, known) for word in trees]
+    for tree in chosen:
+        opened.remove_tree(tree.plan_id)
+    freed = opened.collect(grace_s=0)
+    if as_json:
+        output.document({"removed": [tree.plan_id for tree in chosen], "freed_bytes": freed})
+    else:
+        output.note(f"{len(chosen)} removed, {format_bytes(freed)} freed")
+
+
+def gc(
+    quota: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Remove the oldest trees until sealed bytes fit (500G)."),
+    ] = None,
+    store: Store = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Remove what no tree needs, and with --quota the trees that changed longest ago.
+
+    Never removed: a tree in use, and one whose path `build` or `path` printed (use rm for those).
+    """
+    from fp8fs.cli.output import Output, format_bytes
+
+    output = Output(as_json=as_json, quiet=quiet)
+    opened = _open(store)
+    limit = _size(quota) if quota is not None else None
+    removed, freed = _collect(opened, limit)
+    used = opened.usage().object_bytes
+    if as_json:
+        output.document({"removed": removed, "freed_bytes": freed, "object_bytes": used})
+    else:
+        output.note(
+            f"{len(removed)} trees removed, {format_bytes(freed)} freed, {format_bytes(used)} left"
+        )
+        if limit is not None and used > limit:
+            output.note("still over the quota: the rest is in use or kept")
+
+
+def _collect(opened: StoreDirectory, limit: int | None) -> tuple[list[str], int]:
+    from fp8fs.errors import StoreBusyError
+    from fp8fs.tree import is_pinned_for_good
+
+    removed: list[str] = []
+    freed = opened.collect()
+    if limit is None:
+        return removed, freed
+    for tree in sorted(opened.list_trees(), key=lambda tree: tree.changed_ns):
+        if opened.usage().object_bytes <= limit:
+            break
+        if tree.pinned or is_pinned_for_good(opened.tree(tree.plan_id).path):
+            continue
+        try:
+            opened.remove_tree(tree.plan_id)
+        except StoreBusyError:  # somebody began to use it a moment ago
+            continue
+        removed.append(tree.plan_id)
+        freed += opened.collect(grace_s=0)
+    return removed, freed
+
+
+def _chosen(word: str, known: list[TreeInfo]) -> TreeInfo:
+    from fp8fs.errors import UsageError
+
+    found = [tree for tree in known if tree.plan_id.startswith(word)]
+    if len(found) != 1:
+        how_many = "no tree" if not found else f"{len(found)} trees"
+        raise UsageError(f'{how_many} "{word}" in the store', hint="fp8fs ls lists them")
+    return found[0]
+
+
+def _size(text: str) -> int:
+    """Bytes; K, M, G, T are decimal. Raises: UsageError."""
+    from fp8fs.errors import UsageError
+
+    number, factor = text, 1
+    if text and text[-1].upper() in _UNITS:
+        number, factor = text[:-1], _UNITS[text[-1].upper()]
+    try:
+        value = int(float(number) * factor)
+    except ValueError as err:
+        raise UsageError(f'"{text}" is not a size', hint="500G, or bytes") from err
+    if value < 0:
+        raise UsageError(f'"{text}" is not a size', hint="500G, or bytes")
+    return value

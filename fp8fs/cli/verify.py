@@ -1,0 +1,160 @@
+"""``fp8fs verify``: sealed bytes against their records, and against the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8fs.cli.options import (
+    Component,
+    Device,
+    Json,
+    Keep,
+    Names,
+    Quantize,
+    Quiet,
+    Scheme,
+    Store,
+    Workers,
+    recipe_of,
+    store_root,
+)
+
+if TYPE_CHECKING:
+    from fp8fs.audit import Audit
+    from fp8fs.cli.output import Output
+    from fp8fs.core.recipe import Recipe
+
+__all__ = ["verify"]
+
+
+def verify(
+    what: Annotated[
+        Path, typer.Argument(metavar="SRC|STORE", help="A checkpoint, or a store's directory.")
+    ],
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Quantize again from SRC and compare every byte.")
+    ] = False,
+    adopt: Annotated[
+        bool,
+        typer.Option("--adopt", help="Accept SRC as the source of what the store holds already."),
+    ] = False,
+    store: Store = None,
+    scheme: Scheme = "",
+    names: Names = "checkpoint",
+    component: Component = None,
+    keep: Keep = None,
+    quantize: Quantize = None,
+    device: Device = "cpu",
+    workers: Workers = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check every sealed byte; exit 50 if something is damaged. Damaged objects are made again later."""
+    from fp8fs.cli.output import Output
+    from fp8fs.errors import UsageError
+
+    output = Output(as_json=as_json, quiet=quiet)
+    place = what.expanduser()
+    if _is_store(place):
+        if deep or adopt:
+            raise UsageError("--deep and --adopt need SRC, not a store", hint="fp8fs verify SRC")
+        audit = _verify_store(place, output)
+        adopted: dict[str, str] = {}
+    else:
+        recipe = recipe_of(
+            scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+        )
+        root = store_root(store)
+        adopted = _adopt(place, recipe, root, output) if adopt else {}
+        audit = _verify_plan(
+            place, recipe, root, deep=deep, device=device, workers=workers, output=output
+        )
+    _report(audit, adopted, output)
+
+
+def _is_store(place: Path) -> bool:
+    return (place / "v1" / "objects").is_dir()
+
+
+def _verify_store(place: Path, output: Output) -> Audit:
+    from fp8fs.audit import check_store, set_aside
+    from fp8fs.cli.progress import bar
+    from fp8fs.store.store import Store as StoreDirectory
+
+    opened = StoreDirectory.open(place, create=False)
+    with bar("reading", opened.usage().object_bytes, quiet=output.quiet) as advance:
+        audit = check_store(opened, progress=advance)
+    if audit.damage and opened.writable:
+        set_aside(opened, audit.damage)
+    return audit
+
+
+def _verify_plan(
+    src: Path,
+    recipe: Recipe,
+    root: Path,
+    *,
+    deep: bool,
+    device: str,
+    workers: int,
+    output: Output,
+) -> Audit:
+    from fp8fs.assembly import survey
+    from fp8fs.audit import check_plan, set_aside
+    from fp8fs.cli.progress import bar
+
+    with (
+        survey(src, recipe, root) as found,
+        bar("reading", found.view_bytes, quiet=output.quiet) as advance,
+    ):
+        audit = check_plan(found, deep=deep, device=device, workers=workers, progress=advance)
+        if audit.damage and found.store is not None and found.store.writable:
+            set_aside(found.store, audit.damage)
+        return audit
+
+
+def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> dict[str, str]:
+    from fp8fs.assembly import survey
+    from fp8fs.audit import adopt
+    from fp8fs.cli.progress import bar
+
+    with (
+        survey(src, recipe, root) as found,
+        bar("comparing", found.source_bytes, quiet=output.quiet) as advance,
+    ):
+        return adopt(found, progress=advance)
+
+
+def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
+    from fp8fs.cli.output import format_bytes
+
+    if output.as_json:
+        output.document(
+            {
+                "checked": audit.checked,
+                "missing": audit.missing,
+                "checked_bytes": audit.checked_bytes,
+                "damage": audit.damage,
+                "adopted": adopted,
+            }
+        )
+    else:
+        for item in audit.damage:
+            where = item.path or item.object_id
+            output.line(
+                f"{where}: {item.tensor}: {item.what}" if item.tensor else f"{where}: {item.what}"
+            )
+        for path in adopted:
+            output.line(f"{path}: adopted, its bytes are those that the store was made from")
+        missing = f", {audit.missing} not made yet" if audit.missing else ""
+        output.line(
+            f"{audit.checked} shards checked ({format_bytes(audit.checked_bytes)}){missing}: "
+            f"{len(audit.damage) or 'no'} damaged"
+        )
+    if audit.damage:
+        from fp8fs.errors import VerifyFailedError
+
+        raise typer.Exit(VerifyFailedError.exit)

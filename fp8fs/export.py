@@ -1,0 +1,150 @@
+"""A finished tree as a plain, self-contained directory: no links, no store, no mount needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fp8fs.errors import StoreFullError, UsageError
+
+__all__ = ["check_target", "export_tree"]
+
+_COPY_BYTES = 64 << 20
+_META = ".fp8fs"
+
+
+def check_target(target: Path, src: Path) -> None:
+    """Refuse a target that ``export_tree`` could not fill, before any work is done. Raises: UsageError."""
+    if os.path.lexists(target):
+        if target.is_symlink() or not target.is_dir():
+            raise UsageError(f"{target} is not a directory", hint="choose a new directory")
+        if any(target.iterdir()):
+            raise UsageError(f"{target} is not empty", hint="choose a new or an empty directory")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
+    inside, source = target.resolve(), src.resolve()
+    if inside == source or source in inside.parents:
+        raise UsageError(f"{target} is inside SRC {src}", hint="choose a place outside of it")
+
+
+def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | None = None) -> None:
+    """*target* is a plain copy of *tree*: symlinks followed, attributes kept, all of it or nothing.
+
+    The copy is staged beside *target* and renamed when it is durable. Blocks are shared with the store
+    where the filesystem can. *progress* is told the bytes of each step.
+    Raises: UsageError for an unfit target; StoreFullError if it cannot be written.
+    """
+    target = target.absolute()
+    try:
+        stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
+    except OSError as err:
+        raise _cannot_write(target.parent, err) from err
+    try:
+        _copy_directory(tree, stage, progress or (lambda step: None), top=True)
+        if target.is_dir():
+            target.rmdir()  # empty, or rename refuses what appeared meanwhile
+        stage.rename(target)
+        _sync(target.parent)
+    except OSError as err:
+        raise _cannot_write(target, err) from err
+    finally:
+        if stage.exists():
+            _remove(stage)
+
+
+def _copy_directory(
+    source: Path, target: Path, progress: Callable[[int], None], *, top: bool
+) -> None:
+    with os.scandir(source) as scan:
+        names = sorted(scan, key=lambda entry: entry.name)
+    for entry in names:
+        if top and entry.name == _META:
+            continue
+        copy = target / entry.name
+        if entry.is_dir(follow_symlinks=False):
+            copy.mkdir(mode=0o700)
+            _copy_directory(Path(entry.path), copy, progress, top=False)
+        elif entry.is_file(follow_symlinks=True):
+            _copy_file(Path(entry.path), copy, progress)
+        elif entry.is_symlink():
+            os.symlink(os.readlink(entry.path), copy)  # to a directory, or dangling: as SRC has it
+    _copy_attributes(source, target)
+    _sync(target)
+
+
+def _copy_file(source: Path, target: Path, progress: Callable[[int], None]) -> None:
+    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _copy_bytes(reading, writing, os.fstat(reading).st_size, progress)
+            os.fsync(writing)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+    _copy_attributes(source, target)
+
+
+def _copy_bytes(reading: int, writing: int, size: int, progress: Callable[[int], None]) -> None:
+    """copy_file_range shares blocks or copies in the kernel; where it cannot, plain reads and writes."""
+    at, in_kernel = 0, True
+    while at < size:
+        step = min(_COPY_BYTES, size - at)
+        moved = 0
+        if in_kernel:
+            try:
+                moved = os.copy_file_range(reading, writing, step, at, at)
+            except OSError:
+                in_kernel = False
+                continue
+        else:
+            chunk = os.pread(reading, min(step, 4 << 20), at)
+            moved = len(chunk)
+            for done in range(0, moved, 1 << 20):
+                _write_all(writing, chunk[done : done + (1 << 20)], at + done)
+        if not moved:
+            raise OSError(f"the file ends at byte {at}, expected {size}")
+        at += moved
+        progress(moved)
+
+
+def _write_all(fd: int, data: bytes, file_offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, file_offset)
+        view, file_offset = view[written:], file_offset + written
+
+
+def _copy_attributes(source: Path, target: Path) -> None:
+    found = source.stat()
+    if os.geteuid() == 0:
+        os.chown(target, found.st_uid, found.st_gid)
+    os.chmod(target, stat.S_IMODE(found.st_mode) | (0o700 if target.is_dir() else 0))
+    os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(stage: Path) -> None:
+    """Nothing half-written stays."""
+    for directory, _, _ in os.walk(stage):
+        with suppress(OSError):
+            os.chmod(directory, 0o700)
+    shutil.rmtree(stage, ignore_errors=True)
+
+
+def _cannot_write(place: Path, err: OSError) -> StoreFullError:
+    what = err.strerror or str(err)
+    return StoreFullError(f"{place} cannot be written: {what}", hint="check space and rights")

@@ -1,0 +1,129 @@
+"""Keeps the store's tree of one plan up with what is sealed, and completes it when everything is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+from fp8fs.core.manifest import Manifest, encode_manifest, encode_plan, with_digests
+from fp8fs.core.plan import Plan, ViewEntry
+from fp8fs.errors import StoreError
+from fp8fs.source import Source
+from fp8fs.store.store import Store, Tree
+
+__all__ = ["COPY_MAX_BYTES", "TreeKeeper", "is_pinned_for_good", "origin_of", "pin_for_good"]
+
+log = logging.getLogger(__name__)
+
+COPY_MAX_BYTES = 16 << 20
+"""Unchanged files up to this size are copied into the tree; larger ones are links to SRC."""
+
+ORIGIN = "origin.json"
+"""Name in the tree's .fp8fs/ that says, for ``ls``, which directory the tree was first made from."""
+
+PINNED = "pinned"
+"""Name in the tree's .fp8fs/ that says: ``build`` or ``path`` gave this path away, so gc keeps it."""
+
+
+class TreeKeeper:
+    """Thread-safe. ``_lock`` guards ``_linked``; no other lock is taken while it is held."""
+
+    def __init__(self, plan: Plan, source: Source, store: Store, manifest: Manifest) -> None:
+        self._plan = plan
+        self._source = source
+        self._store = store
+        self._manifest = manifest
+        self._lock = threading.Lock()
+        self._linked: set[int] = set()
+        self.tree: Tree = store.tree(plan.plan_id)
+
+    def prepare(self) -> None:
+        """Everything but the shards is in the tree. Repeatable; a finished tree is left alone."""
+        if self.tree.is_complete():
+            return
+        owned = os.geteuid() == 0
+        for path, entry in self._plan.entries.items():
+            self._place(path, entry, owned=owned)
+        self.tree.refer(shard.object_id for shard in self._plan.shards)
+        self.tree.write_manifest(encode_plan(self._plan), name="plan.json")
+        origin = {"src": os.fsencode(self._source.root).decode("utf-8", "replace")}
+        self.tree.write_manifest(json.dumps(origin).encode(), name=ORIGIN)
+        self.tree.write_manifest(encode_manifest(self._manifest))
+
+    def link(self, shard: int, sealed: Path) -> None:
+        """The sealed object is in the tree; the last one completes it."""
+        self.tree.link_object(self._plan.shards[shard].path, sealed)
+        with self._lock:
+            self._linked.add(shard)
+            last = len(self._linked) == len(self._plan.shards)
+        if last and not self.tree.is_complete():
+            self._complete()
+
+    def _complete(self) -> None:
+        digests: dict[str, str] = {}
+        for shard in self._plan.shards:
+            record = self._store.record(shard.object_id)
+            if record is None:
+                log.warning("%s: its record is gone, the tree stays incomplete", shard.path)
+                return
+            digests[shard.object_id] = record.shard_digest
+        self.tree.write_manifest(encode_manifest(with_digests(self._manifest, digests)))
+        self.tree.complete()
+
+    def _place(self, path: str, entry: ViewEntry, *, owned: bool) -> None:
+        uid, gid = (entry.uid, entry.gid) if owned else (-1, -1)
+        if entry.kind == "dir":
+            self.tree.ensure_dir(path, mode=entry.mode, uid=uid, gid=gid, mtime_ns=entry.mtime_ns)
+        elif entry.kind == "text":
+            self.tree.write_text(
+                path,
+                entry.content,
+                mode=entry.mode,
+                uid=uid,
+                gid=gid,
+                mtime_ns=entry.mtime_ns,
+            )
+        elif entry.kind == "link":
+            self.tree.link_source(path, entry.link)
+        elif entry.kind == "source" and entry.size <= COPY_MAX_BYTES:
+            fd = self._source.open_file(path)
+            try:
+                self.tree.copy_file(
+                    path,
+                    fd,
+                    entry.size,
+                    mode=entry.mode,
+                    uid=uid,
+                    gid=gid,
+                    mtime_ns=entry.mtime_ns,
+                )
+            finally:
+                os.close(fd)
+        elif entry.kind == "source":
+            self.tree.link_source(path, f"{self._source.root}/{path}")
+
+
+def pin_for_good(tree: Tree) -> None:
+    """gc keeps the tree from now on: its path has been given away."""
+    try:
+        tree.write_manifest(b"", name=PINNED)
+    except StoreError as err:
+        log.warning("%s cannot be pinned: %s", tree.path, err)
+
+
+def is_pinned_for_good(tree_path: Path) -> bool:
+    """Whether ``build`` or ``path`` gave this tree's path away."""
+    return (tree_path / ".fp8fs" / PINNED).exists()
+
+
+def origin_of(tree_path: Path) -> str:
+    """The directory that the tree was first made from, "" if that is not known."""
+    try:
+        origin = json.loads((tree_path / ".fp8fs" / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    src = origin.get("src") if isinstance(origin, dict) else None
+    return src if isinstance(src, str) else ""
