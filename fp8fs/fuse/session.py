@@ -1,75 +1,52 @@
 """Mount, find and unmount: the launcher's side. Imports neither libfuse nor kernels, so that it starts fast.
 
 A mount is two processes. The *launcher* (this module, in the CLI's process) checks DST, starts the *server*
-(``fp8fs.fuse.daemon``) by re-exec, waits for its one line on the readiness pipe, and goes. The server runs FUSE in
-its foreground. Neither ever touches DST from the server's own process: that could wait on itself.
+(``fp8fs.fuse.daemon``) by re-exec, waits for its one line on the readiness pipe, and goes. The server runs FUSE and
+never touches DST itself: it could wait on itself. What has to look through the mount (is it answering, bind, unbind)
+is done by a third, short-lived process (``fp8fs.fuse.binds``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
 
 import msgspec
+from platformdirs import user_state_path
 
-from fp8fs.core.recipe import Recipe
+from fp8fs.errors import MountError, NotMountedError
+from fp8fs.fuse.checks import check_choices, check_places, ensure_directory
+from fp8fs.fuse.libfuse import check_fuse
+from fp8fs.fuse.mountinfo import read_mountinfo, resolve
+from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
+from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
 
-__all__ = ["MountSpec", "Mounted", "UnmountReport", "find_mount", "list_mounts", "mount", "mount_foreground", "read_status", "unmount"]
+__all__ = [
+    "MountSpec",
+    "Mounted",
+    "UnmountReport",
+    "default_log_path",
+    "find_mount",
+    "list_mounts",
+    "mount",
+    "mount_foreground",
+    "read_status",
+    "unmount",
+]
 
-
-class MountSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a server needs to know. Paths are absolute (``mount`` makes them so). ``workers`` 0: one per core.
-    ``factory``: "module:function" that makes the view from a spec; tests put a fake engine there."""
-
-    src: str
-    dst: str
-    store: str
-    recipe: Recipe = Recipe()
-    serve: str = "handoff"
-    grain: str = "shard"
-    device: str = "auto"
-    workers: int = 0
-    allow_other: bool = False
-    log_path: str = ""
-    factory: str = "fp8fs.fuse.daemon:assemble"
-
-
-class Mounted(msgspec.Struct, frozen=True, kw_only=True):
-    """One fp8fs mount. What ``mount`` returns, and what ``list_mounts`` knows (from mountinfo and the mount's state file).
-
-    ``live``: its server runs. Without a readable state file, ``pid`` is 0 and the texts are "".
-    ``bytes_source`` / ``bytes_view``: all shards before and after; ``shards`` / ``sealed``: view shards, and those that were
-    sealed when the mount became ready.
-    """
-
-    dst: str
-    src: str
-    live: bool
-    pid: int = 0
-    pid_start: int = 0
-    uid: int = 0
-    store: str = ""
-    tree: str = ""
-    plan_id: str = ""
-    serve: str = ""
-    grain: str = ""
-    log_path: str = ""
-    device: str = ""
-    bytes_source: int = 0
-    bytes_view: int = 0
-    shards: int = 0
-    sealed: int = 0
-    warnings: tuple[str, ...] = ()
-
-
-class UnmountReport(msgspec.Struct, frozen=True, kw_only=True):
-    """``stale``: the server was dead already. ``killed``: it had to be killed. ``held_by``: pids whose mount namespace still
-    shows the mount (it lives on there until they end). ``users``: pids that use it (lazy unmount only)."""
-
-    dst: str
-    stale: bool
-    killed: bool = False
-    held_by: tuple[int, ...] = ()
-    users: tuple[int, ...] = ()
+_LOG_MAX_BYTES = 10 << 20
+_TICK_S = 0.25
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mount(spec: MountSpec, *, timeout_s: float = 3600.0) -> Mounted:
@@ -78,35 +55,228 @@ def mount(spec: MountSpec, *, timeout_s: float = 3600.0) -> Mounted:
     Raises: MountPointError, UsageError, FuseMissingError; and whatever Fp8fsError the server meets before it is ready
     (same class, exit code, hint and facts as in the server). Nothing stays mounted then.
     """
-    raise NotImplementedError
+    with _prepared(spec) as prepared:
+        path = prepared.log_path or str(default_log_path(prepared.dst))
+        prepared = msgspec.structs.replace(prepared, log_path=path)
+        with _open_log(path) as log_file:
+            server, answers = _start(prepared, log_file)
+        try:
+            return _await_answer(server, answers, prepared, timeout_s)
+        except BaseException:
+            _end(server)
+            raise
+        finally:
+            os.close(answers)
+            server.returncode = server.poll() or 0  # it lives on; Popen must not complain of that
 
 
-def mount_foreground(spec: MountSpec, *, on_ready: Callable[[Mounted], None], on_tick: Callable[[Mounted], None] | None = None) -> int:
-    """Like ``mount``, then stays until the mount ends: forwards SIGTERM/SIGINT/SIGHUP, copies the log to stderr, calls
-    ``on_tick`` about four times a second (progress: ``read_status``). Returns the server's exit code."""
-    raise NotImplementedError
+def mount_foreground(
+    spec: MountSpec,
+    *,
+    on_ready: Callable[[Mounted], None],
+    on_tick: Callable[[Mounted], None] | None = None,
+    on_log: Callable[[str], None] | None = None,
+) -> int:
+    """Like ``mount``, then stays until the mount ends. Returns the server's exit code.
 
-
-def unmount(dst: str, *, lazy: bool = False, timeout_s: float = 5.0) -> UnmountReport:
-    """Nothing is mounted at *dst* any more, its server is gone, and the directory too if ``mount`` made it.
-
-    Raises: NotMountedError; MountPointError if it is in use (names the processes) and not *lazy*, or owned by someone else.
+    SIGTERM, SIGINT and SIGHUP are passed on to the server; if this process dies, it gets SIGTERM. *on_tick* is called
+    about four times a second (progress: ``read_status``); *on_log* with each line of the server's log (default: stderr).
     """
-    raise NotImplementedError
+    say = on_log or (lambda line: print(line, file=sys.stderr))
+    with _prepared(msgspec.structs.replace(spec, foreground=True, log_path="")) as prepared:
+        server, answers = _start(prepared, subprocess.PIPE)
+        lines = _Lines(server.stderr)
+        restore = [(number, signal.getsignal(number)) for number in _FORWARDED]
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, _frame: _pass_on(server, number))
+        try:
+            mounted = None
+            while True:
+                wanted = [] if lines.ended else [lines.fd]
+                wanted += [] if mounted else [answers]
+                ready, _, _ = select.select(wanted, [], [], _TICK_S)
+                if lines.fd in ready:
+                    for line in lines.take():
+                        say(line)
+                if answers in ready and mounted is None:
+                    mounted = _await_answer(server, answers, prepared, _TICK_S)
+                    on_ready(mounted)
+                if lines.ended and server.poll() is not None:
+                    return server.returncode
+                if mounted and on_tick and not ready:
+                    on_tick(mounted)
+        except BaseException:
+            _end(server)
+            raise
+        finally:
+            for number, handler in restore:
+                signal.signal(number, handler)
+            os.close(answers)
+            lines.close()
 
 
-def find_mount(dst: str) -> Mounted:
-    """The fp8fs mount at *dst*. Raises: NotMountedError. Never touches DST itself."""
-    raise NotImplementedError
+def read_status(dst: str) -> dict[str, Any]:
+    """``DST/.fp8fs/status.json`` of a live mount, parsed.
+
+    Fields: docs/CLI.md (schema, src, dst, store, tree, plan_id, pid, started_ns, log, serve, grain, device, schemes,
+    shards{total,sealed}, units{total,made,reused,in_flight}, bytes{source,view,read,written,reused}, waiting, gb_per_s,
+    eta_s, errors[], degraded, source_changes[], warnings[]).
+    Raises: NotMountedError, also for a mount whose server is dead; MountError if it does not answer.
+    """
+    mounted = find_mount(dst)
+    if not mounted.live:
+        raise NotMountedError(
+            f"the server of {mounted.dst} is dead", hint=f"fp8fs unmount {mounted.dst}"
+        )
+    try:
+        with open(f"{mounted.dst}/.fp8fs/status.json", "rb") as file:
+            status: dict[str, Any] = json.loads(file.read())
+    except (OSError, ValueError) as err:
+        raise MountError(f"{mounted.dst} gives no status: {err}") from err
+    return status
 
 
-def list_mounts() -> list[Mounted]:
-    """Every fp8fs mount in this mount namespace, by mount point."""
-    raise NotImplementedError
+def default_log_path(dst: str) -> Path:
+    """One log per mount point, in the user's state directory."""
+    digest = hashlib.sha256(os.fsencode(dst)).hexdigest()[:8]
+    name = os.path.basename(dst) or "root"
+    return user_state_path("fp8fs") / "logs" / f"{name}-{digest}.log"
 
 
-def read_status(dst: str) -> dict[str, object]:
-    """``DST/.fp8fs/status.json`` of a live mount, parsed. Fields: docs/CLI.md (schema, src, dst, store, tree, plan_id, pid,
-    started_ns, log, serve, grain, device, schemes, shards{total,sealed}, units{total,made,reused}, bytes{source,view,read,written},
-    gb_per_s, eta_s, errors[], degraded, source_changes[], warnings[])."""
-    raise NotImplementedError
+@contextlib.contextmanager
+def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
+    """The spec with absolute paths, all checks passed, DST there. If the body fails, DST is as it was."""
+    check_choices(spec.serve, spec.grain)
+    src = os.path.realpath(spec.src)
+    store = os.path.realpath(spec.store) if spec.store else ""
+    dst = resolve(spec.dst, read_mountinfo())
+    check_places(src, dst, store)
+    check_fuse(allow_other=spec.allow_other)
+    clean_up_stale(dst)
+    serve, warnings = spec.serve, spec.warnings
+    if os.geteuid() != 0 and spec.allow_other and serve == "handoff":
+        serve = "inline"
+        warnings = (
+            *warnings,
+            "--allow-other without root serves inline: others may not follow links into your store",
+        )
+    created = ensure_directory(dst, read_mountinfo())
+    try:
+        yield msgspec.structs.replace(
+            spec,
+            src=src,
+            dst=dst,
+            store=store,
+            serve=serve,
+            warnings=warnings,
+            log_path=os.path.abspath(spec.log_path) if spec.log_path else "",
+            created_dst=created,
+        )
+    except BaseException:
+        if created:
+            with contextlib.suppress(OSError):
+                os.rmdir(dst)
+        raise
+
+
+def _start(spec: MountSpec, stderr: int | IO[bytes]) -> tuple[subprocess.Popen[bytes], int]:
+    """The server, running, with its spec; and the descriptor on which it will answer."""
+    answers, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fp8fs.fuse.daemon", spec.dst, str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if stderr == subprocess.PIPE else stderr,
+            stderr=stderr,
+            pass_fds=[theirs],
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(answers)
+        raise
+    finally:
+        os.close(theirs)
+    if server.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            server.stdin.write(encode(spec))
+            server.stdin.close()
+    return server, answers
+
+
+def _await_answer(
+    server: subprocess.Popen[bytes], answers: int, spec: MountSpec, timeout_s: float
+) -> Mounted:
+    end = time.monotonic() + timeout_s
+    line = b""
+    while not line.endswith(b"\n"):
+        if not select.select([answers], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise MountError(f"{spec.dst} was not ready after {timeout_s:.0f} s", hint=_see(spec))
+        chunk = os.read(answers, 1 << 16)
+        if not chunk:
+            code = server.wait()
+            raise MountError(
+                f"the server of {spec.dst} ended with {code} before it was ready", hint=_see(spec)
+            )
+        line += chunk
+    answer = json.loads(line)
+    if "error" in answer:
+        server.wait()
+        raise error_from(answer["error"])
+    mounted: Mounted = msgspec.convert(answer["ok"], Mounted)
+    return mounted
+
+
+def _see(spec: MountSpec) -> str:
+    return f"see {spec.log_path}" if spec.log_path else "see the messages above"
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """The server has ended, by itself if it can, so that it takes its mount along."""
+    if server.poll() is not None:
+        return
+    server.terminate()
+    try:
+        server.wait(8.0)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _pass_on(server: subprocess.Popen[bytes], number: int) -> None:
+    if server.poll() is None:
+        server.send_signal(number)
+
+
+def _open_log(path: str) -> IO[bytes]:
+    """The log, appended to; an old one that has grown large is set aside once."""
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_size > _LOG_MAX_BYTES:
+                os.replace(path, f"{path}.1")
+        return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+    except OSError as err:
+        raise MountError(f"the log {path} cannot be written: {err.strerror}") from err
+
+
+class _Lines:
+    """Whole lines from a pipe, as they come."""
+
+    def __init__(self, pipe: IO[bytes] | None) -> None:
+        if pipe is None:
+            raise MountError("the server has no log pipe")
+        self._pipe = pipe
+        self._rest = b""
+        self.fd = pipe.fileno()
+        self.ended = False
+
+    def take(self) -> list[str]:
+        chunk = os.read(self.fd, 1 << 16)
+        self.ended = not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if self.ended and self._rest:
+            lines.append(self._rest)
+        return [line.decode("utf-8", "replace") for line in lines]
+
+    def close(self) -> None:
+        self._pipe.close()

@@ -1,0 +1,266 @@
+"""Take a mount away, dead or alive, and say who is in the way. Finds it in mountinfo; never looks into it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import time
+
+from fp8fs.errors import MountError, MountPointError, NotMountedError
+from fp8fs.fuse import binds
+from fp8fs.fuse.mountinfo import FSTYPE, Mount, below, find, read_mountinfo, resolve
+from fp8fs.fuse.outside import (
+    attach_command,
+    detach_command,
+    detach_gently_command,
+    probe_command,
+)
+from fp8fs.fuse.spec import Mounted, UnmountReport
+from fp8fs.fuse.state import alive, read_state, remove_state
+
+__all__ = ["clean_up_stale", "describe", "find_mount", "list_mounts", "unmount"]
+
+_HELPER_S = 10.0
+_PROBE_S = 2.0
+_NAMED_USERS = 5
+
+
+def list_mounts() -> list[Mounted]:
+    """Every fp8fs mount in this mount namespace, by mount point."""
+    mounts = read_mountinfo()
+    points = sorted({mount.point for mount in mounts if mount.fstype == FSTYPE})
+    tops = (find(point, mounts) for point in points)
+    return [describe(mount) for mount in tops if mount is not None and mount.fstype == FSTYPE]
+
+
+def find_mount(dst: str) -> Mounted:
+    """The fp8fs mount at *dst*. Raises: NotMountedError."""
+    return describe(_mount_at(dst))
+
+
+def describe(mount: Mount) -> Mounted:
+    """What the mount's state file says, or what the kernel and a probe say where there is none."""
+    uid = _owner(mount)
+    known = read_state(mount.point, uid)
+    if known is not None:
+        return known
+    return Mounted(dst=mount.point, src=mount.source, live=_answers(mount.point), uid=uid)
+
+
+def unmount(dst: str, *, lazy: bool = False, timeout_s: float = 5.0) -> UnmountReport:
+    """Nothing of fp8fs is mounted at *dst* any more, its server is gone, and the directory too if ``mount`` made it.
+
+    Raises: NotMountedError; MountPointError if it is in use (naming the processes) and not *lazy*, or is another user's.
+    """
+    mount = _mount_at(dst)
+    dst = mount.point
+    if os.geteuid() not in (0, _owner(mount)):
+        raise MountPointError(f"{dst} was mounted by uid {_owner(mount)}", hint="ask them, or root")
+    known = describe(mount)
+    users: list[int] = []
+    if not known.live:
+        _detach_all(dst)
+    else:
+        users = _users(dst) if lazy else []
+        if lazy or not _detach_gently(known):
+            _detach_all(dst)
+    killed = _end_server(known, timeout_s)
+    held_by = _holders(mount.device)
+    _tidy(known)
+    return UnmountReport(
+        dst=dst,
+        stale=not known.live,
+        killed=killed,
+        held_by=tuple(held_by),
+        users=tuple(users),
+    )
+
+
+def clean_up_stale(dst: str) -> bool:
+    """No dead fp8fs mount is left at *dst* (the directory stays). True if there was one; a live one is left alone."""
+    found = False
+    for _ in range(16):  # several may lie on one another
+        mount = find(dst, read_mountinfo())
+        if mount is None or mount.fstype != FSTYPE or describe(mount).live:
+            return found
+        if os.geteuid() not in (0, _owner(mount)):
+            raise MountPointError(
+                f"{dst} holds a dead mount of uid {_owner(mount)}", hint="ask them, or root"
+            )
+        _detach_all(dst)
+        remove_state(dst, _owner(mount))
+        found = True
+    raise MountError(f"{dst}: dead mounts cannot be taken away")
+
+
+def _mount_at(dst: str) -> Mount:
+    mounts = read_mountinfo()
+    point = resolve(dst, mounts)
+    mount = find(point, mounts)
+    if mount is None or mount.fstype != FSTYPE:
+        raise NotMountedError(f"no fp8fs mount at {point}", hint="fp8fs status lists the mounts")
+    return mount
+
+
+def _owner(mount: Mount) -> int:
+    text = mount.super_option("user_id")
+    return int(text) if text.isdigit() else 0
+
+
+def _answers(dst: str) -> bool:
+    """Whether anybody serves the mount; a server that is too slow to say so counts as one."""
+    try:
+        answer = subprocess.run(
+            probe_command(dst), stdin=subprocess.DEVNULL, timeout=_PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return answer.returncode != binds.DEAD
+
+
+def _detach_all(dst: str) -> None:
+    """Out of this namespace, binds and all, in use or not."""
+    answer = subprocess.run(
+        detach_command(dst), stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if answer.returncode and find(dst, read_mountinfo()) is not None:
+        said = answer.stderr.decode("utf-8", "replace").strip()
+        raise MountError(f"{dst} cannot be unmounted: {said or answer.returncode}")
+
+
+def _detach_gently(known: Mounted) -> bool:
+    """Binds first, then the mount, each only if nobody uses it. False if the server is too hung to walk through."""
+    dst = known.dst
+    own = (f"{dst}/.fp8fs/tree", f"{dst}/.fp8fs/src")
+    points = [mount.point for mount in below(dst, read_mountinfo()) if mount.point in own]
+    command = detach_gently_command(dst, points)
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELPER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if answer.returncode == 0 or find(dst, read_mountinfo()) is None:
+        return True
+    said = answer.stderr.decode("utf-8", "replace").strip()
+    if not _is_busy(said):
+        raise MountError(f"{dst} cannot be unmounted: {said}")
+    left = [mount.point for mount in below(dst, read_mountinfo())]
+    _attach_again(known, left)
+    raise MountPointError(
+        f"{dst} is in use by {_name_users(dst, left)}", hint="end them, or unmount --lazy"
+    )
+
+
+def _is_busy(said: str) -> bool:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return bool(json.loads(said)["errno"] == errno.EBUSY)
+    return "busy" in said.lower()
+
+
+def _attach_again(known: Mounted, left: list[str]) -> None:
+    """What was taken away before somebody turned out to use the rest is put back."""
+    tree = "" if f"{known.dst}/.fp8fs/tree" in left or not known.bind_src else known.tree
+    source = "" if f"{known.dst}/.fp8fs/src" in left else known.bind_src
+    if tree or source:
+        subprocess.run(
+            attach_command(known.dst, tree, source),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_HELPER_S,
+            check=False,
+        )
+
+
+def _end_server(known: Mounted, timeout_s: float) -> bool:
+    """The server is gone; True if it had to be killed. It ends by itself once its mount is gone: the signal hurries it."""
+    if not alive(known.pid, known.pid_start):
+        return False
+    for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(known.pid, number)
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            if not alive(known.pid, known.pid_start):
+                with contextlib.suppress(ChildProcessError):  # our own child, if we mounted it
+                    os.waitpid(known.pid, os.WNOHANG)
+                return number is signal.SIGKILL
+            time.sleep(0.02)
+    raise MountError(f"the server of {known.dst}, pid {known.pid}, does not end")
+
+
+def _tidy(known: Mounted) -> None:
+    remove_state(known.dst, known.uid)
+    if known.created_dst and find(known.dst, read_mountinfo()) is None:
+        with contextlib.suppress(OSError):
+            os.rmdir(known.dst)
+
+
+def _name_users(dst: str, left: list[str]) -> str:
+    pids = _users(dst)
+    others = [point for point in left if not point.startswith(f"{dst}/.fp8fs/")]
+    names = [f"pid {pid} ({_command(pid)})" for pid in pids[:_NAMED_USERS]]
+    names += [f"the mount {point}" for point in others[:_NAMED_USERS]]
+    more = len(pids) - len(names)
+    if more > 0:
+        names.append(f"{more} more")
+    return ", ".join(names) or "somebody that /proc does not show"
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "gone"
+
+
+def _users(dst: str) -> list[int]:
+    """Processes with a file, mapping, root or working directory below *dst*. Reads names only, so it cannot block on DST."""
+    return [pid for pid in _pids() if pid != os.getpid() and _uses(pid, dst)]
+
+
+def _uses(pid: int, dst: str) -> bool:
+    inside = dst.rstrip("/") + "/"
+    links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root"]
+    with contextlib.suppress(OSError):
+        links += [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+    for link in links:
+        with contextlib.suppress(OSError):
+            target = os.readlink(link)
+            if target == dst or target.startswith(inside):
+                return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        needle = os.fsencode(inside)
+        return any(needle in line for line in file)
+    return False
+
+
+def _holders(device: str) -> list[int]:
+    """One process for each other mount namespace in which the filesystem is still mounted."""
+    seen = {_namespace("self")}
+    holders = []
+    for pid in _pids():
+        space = _namespace(str(pid))
+        if space in seen:
+            continue
+        seen.add(space)
+        with contextlib.suppress(OSError):
+            if any(mount.device == device for mount in read_mountinfo(pid)):
+                holders.append(pid)
+    return holders
+
+
+def _namespace(pid: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:
+        return ""
+
+
+def _pids() -> list[int]:
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
