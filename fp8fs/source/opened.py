@@ -1,0 +1,217 @@
+"""SRC opened: its bytes while a view is served, and whether they still are what was planned."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from typing_extensions import Buffer
+
+from fp8fs.core.checkpoint import (
+    Checkpoint,
+    SourceEntry,
+    SourceShard,
+    classify,
+    text_files,
+    weight_files,
+)
+from fp8fs.core.fingerprint import Fingerprint, Hint, identity, resolve, settle_hint
+from fp8fs.core.text import brief
+from fp8fs.errors import SourceInvalidError
+from fp8fs.source.handles import Handles
+from fp8fs.source.reading import read_shards, read_text, refuse_unfinished
+from fp8fs.source.scan import Location, changed, difference, locate, open_planned, scan
+
+__all__ = ["Source", "hints_key"]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def hints_key(path: Path) -> str:
+    """The store's key for the hints of the SRC at *path*: local to this machine."""
+    real = os.path.realpath(path)
+    return hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
+
+
+class Source:
+    """An opened SRC. Thread-safe; nothing below SRC is ever written.
+
+    ``root``: the directory that the view mirrors, absolute, symlinks resolved (in an HF cache: the snapshot).
+    ``bind_root``: the directory to bind for large files, so that the symlinks in them resolve (HF cache: the
+    repository folder, else ``root``); ``bind_prefix``: ``root`` below it ("snapshots/<rev>", else "").
+    ``checkpoint``: everything the planner needs. ``fingerprints``: by shard path.
+    """
+
+    root: Path
+    bind_root: Path
+    bind_prefix: str
+    checkpoint: Checkpoint
+    fingerprints: dict[str, Fingerprint]
+
+    def __init__(
+        self,
+        location: Location,
+        checkpoint: Checkpoint,
+        fingerprints: dict[str, Fingerprint],
+        hints: dict[str, Hint],
+        max_open_files: int,
+    ) -> None:
+        """Use ``Source.open``."""
+        self.root = Path(location.root)
+        self.bind_root = Path(location.bind_root)
+        self.bind_prefix = location.bind_prefix
+        self.checkpoint = checkpoint
+        self.fingerprints = fingerprints
+        self._hints = hints
+        self._handles = Handles(self.open_file, max_open_files)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        hints: Mapping[str, Hint] | None = None,
+        adopted: Mapping[str, str] | None = None,
+        max_open_files: int = 64,
+    ) -> Self:
+        """Scan, read headers and JSONs, check, fingerprint.
+
+        *hints*: what ``hints()`` gave at the last mount. *adopted*: identity -> the older identity proved equal.
+        Raises: SourceInvalidError, one sentence; SourceChangedError if SRC is written at this moment.
+        """
+        location = locate(os.fspath(path))
+        entries = scan(location.root)
+        refuse_unfinished(entries.values())
+        texts = {text: read_text(location.root, entries[text]) for text in text_files(entries)}
+        planned = [entries[shard] for shard in weight_files(entries, texts)]
+        read = read_shards(location.root, planned)
+        components = classify(entries, texts, {p: found.header for p, found in read.items()})
+        settled: dict[str, Hint] = {}
+        shards: dict[str, SourceShard] = {}
+        for shard in sorted(shard for component in components for shard in component.shards):
+            hint = _hint(entries[shard], identity(read[shard].fingerprint))
+            settled[shard] = settle_hint((hints or {}).get(shard), hint)
+            salted = identity(read[shard].fingerprint, settled[shard].salt)
+            shards[shard] = SourceShard(
+                entries[shard], read[shard].header, resolve(salted, adopted or {})
+            )
+        pipeline = "model_index.json" in texts
+        return cls(
+            location,
+            Checkpoint(entries, shards, components, texts, pipeline),
+            {shard: read[shard].fingerprint for shard in shards},
+            settled,
+            max_open_files,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def hints(self) -> dict[str, Hint]:
+        """Local facts to keep for the next mount, by shard path (core.fingerprint.encode_hints)."""
+        return dict(self._hints)
+
+    def pread_into(self, shard_path: str, buffer: Buffer, file_offset: int) -> None:
+        """Fill all of *buffer* from the shard. The file is the planned one; that it was not written since
+        it was opened is for ``check`` to say, after the bytes were read.
+
+        Raises: SourceChangedError if the file ends early or is another; SourceInvalidError if it cannot be read.
+        """
+        entry = self._entry(shard_path)
+        view = memoryview(buffer).cast("B")
+        with self._handles.borrow(shard_path) as fd:
+            done = 0
+            while done < len(view):
+                try:
+                    count = os.preadv(fd, [view[done:]], file_offset + done)
+                except OSError as err:
+                    why = os.strerror(err.errno or 0)
+                    raise SourceInvalidError(
+                        f"{brief(shard_path)}: cannot be read at byte {file_offset + done}: {why}"
+                    ) from err
+                if not count:
+                    size = os.fstat(fd).st_size
+                    raise changed(
+                        entry,
+                        f"size was {entry.size}, is {size}; byte {file_offset + done} was asked for",
+                    )
+                done += count
+
+    def check(self, path: str) -> None:
+        """Compare the file with the facts of plan time: the open descriptor's, and those of whatever has its name now.
+
+        Raises: SourceChangedError naming the file and the difference.
+        """
+        entry = self._entry(path)
+        with self._handles.borrow_open(path) as fd:
+            if fd is not None and (what := difference(entry, os.fstat(fd))):
+                raise changed(entry, what)
+        if what := self._difference_by_name(entry):
+            raise changed(entry, what)
+
+    def open_file(self, path: str) -> int:
+        """A new read-only descriptor of any regular file of SRC, checked against plan time. The caller closes it."""
+        return open_planned(os.fspath(self.root), self._entry(path))
+
+    def drop(self, shard_path: str, file_offset: int, length: int) -> None:
+        """Give the page cache back what was consumed. Never fails.
+
+        The page in which the range begins goes too, the one in which it ends stays for the next range: bytes are
+        consumed in order.
+        """
+        begin = file_offset // _PAGE * _PAGE
+        end = file_offset + length
+        if end < self._entry(shard_path).size:
+            end = end // _PAGE * _PAGE
+        if end <= begin:
+            return
+        with self._handles.borrow_open(shard_path) as fd:
+            if fd is None:
+                return
+            try:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            except OSError:
+                return  # advice only: some filesystems have no page cache to drop
+
+    def changes(self) -> list[str]:
+        """One sentence for each planned file that is not what it was: stats only."""
+        if not self.root.is_dir():
+            return [f"{brief(str(self.root))}: was there, is gone"]
+        return [
+            f"{brief(entry.path)}: {what}"
+            for entry in self.checkpoint.entries.values()
+            if entry.kind == "file" and (what := self._difference_by_name(entry))
+        ]
+
+    def close(self) -> None:
+        """Close every descriptor. Repeatable; reads under way finish first, later ones fail."""
+        self._handles.close()
+
+    def _entry(self, path: str) -> SourceEntry:
+        entry = self.checkpoint.entries.get(path)
+        if entry is None or entry.kind != "file":
+            raise SourceInvalidError(f"{brief(path)}: is no file of SRC")
+        return entry
+
+    def _difference_by_name(self, entry: SourceEntry) -> str:
+        try:
+            facts = os.stat(os.path.join(self.root, entry.path))
+        except OSError as err:
+            return f"was there, now: {os.strerror(err.errno or 0)}"
+        return difference(entry, facts)
+
+
+def _hint(entry: SourceEntry, unsalted: str) -> Hint:
+    return Hint(entry.dev, entry.ino, entry.size, entry.mtime_ns, entry.ctime_ns, unsalted)

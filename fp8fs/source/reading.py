@@ -1,0 +1,142 @@
+"""The few bytes of SRC that are read at mount: small JSON files, headers, sampled pages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from fp8fs.core.checkpoint import SourceEntry
+from fp8fs.core.entries import name_of
+from fp8fs.core.fingerprint import (
+    SAMPLE_BYTES,
+    Fingerprint,
+    header_digest,
+    sample_digest,
+    sample_offsets,
+)
+from fp8fs.core.header import Header, header_length, parse_header
+from fp8fs.core.text import brief
+from fp8fs.errors import SourceInvalidError
+from fp8fs.source.scan import changed, difference, open_planned
+
+__all__ = ["ReadShard", "read_shards", "read_text", "refuse_unfinished"]
+
+_FIRST_READ = 64 << 10
+"""Covers nearly every header in one call."""
+
+_MAX_TEXT_BYTES = 100_000_000
+_READERS = 8
+_LFS = b"version https://git-lfs"
+_BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+
+
+class ReadShard(NamedTuple):
+    """What was read of one shard."""
+
+    header: Header
+    fingerprint: Fingerprint
+
+
+def refuse_unfinished(entries: Iterable[SourceEntry]) -> None:
+    """Refuse by name what a download left behind half-way."""
+    for entry in entries:
+        unfinished = entry.path.endswith(".safetensors.incomplete")
+        if unfinished or (entry.kind == "file" and entry.link.endswith(".incomplete")):
+            raise SourceInvalidError(
+                f"{brief(entry.path)}: the download of it is not finished",
+                hint="finish the download",
+                file=brief(entry.path),
+            )
+
+
+def read_text(root: str, entry: SourceEntry) -> bytes:
+    """All of a small JSON file. Raises: SourceInvalidError, SourceChangedError."""
+    if entry.size > _MAX_TEXT_BYTES:
+        raise SourceInvalidError(
+            f"{brief(entry.path)}: has {entry.size} bytes, the limit for a JSON file is {_MAX_TEXT_BYTES}"
+        )
+    fd = open_planned(root, entry)
+    try:
+        data = _read(fd, entry, entry.size, 0)
+        _refuse_pointer(data, entry)
+        return data
+    finally:
+        os.close(fd)
+
+
+def read_shards(root: str, entries: Iterable[SourceEntry]) -> dict[str, ReadShard]:
+    """Header and fingerprint of each shard, by path, read by a few threads.
+
+    Raises: SourceInvalidError or SourceChangedError for the first (by order) that is not right.
+    """
+    planned = list(entries)
+    with ThreadPoolExecutor(min(_READERS, len(planned) or 1), "fp8fs-headers") as pool:
+        found = pool.map(lambda entry: _read_shard(root, entry), planned)
+        return {entry.path: read for entry, read in zip(planned, found, strict=True)}
+
+
+def _read_shard(root: str, entry: SourceEntry) -> ReadShard:
+    fd = open_planned(root, entry)
+    try:
+        # Without this, each sampled page would bring its read-ahead, 32 times its size, along.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        shown = brief(entry.path)
+        preamble = _read(fd, entry, min(_FIRST_READ, entry.size), 0)
+        _refuse_pointer(preamble, entry)
+        length = 8 + header_length(preamble[:8], entry.size, shown)
+        if length > len(preamble):
+            preamble += _read(fd, entry, length - len(preamble), len(preamble))
+        preamble = preamble[:length]
+        header = parse_header(preamble, entry.size, shown)
+        pages = [
+            _read(fd, entry, min(SAMPLE_BYTES, entry.size - offset), offset)
+            for offset in sample_offsets(entry.size, length)
+        ]
+        if what := difference(entry, os.fstat(fd)):
+            raise changed(entry, what)
+    finally:
+        os.close(fd)
+    fingerprint = Fingerprint(
+        size=entry.size,
+        mtime_ns=entry.mtime_ns,
+        header_digest=header_digest(preamble),
+        sample_digest=sample_digest(pages),
+        blob=_blob(entry),
+    )
+    return ReadShard(header, fingerprint)
+
+
+def _read(fd: int, entry: SourceEntry, length: int, file_offset: int) -> bytes:
+    """Exactly *length* bytes."""
+    parts: list[bytes] = []
+    try:
+        while length > 0:
+            part = os.pread(fd, length, file_offset)
+            if not part:
+                raise changed(entry, f"size was {entry.size}, ends at byte {file_offset}")
+            parts.append(part)
+            length -= len(part)
+            file_offset += len(part)
+    except OSError as err:
+        raise SourceInvalidError(
+            f"{brief(entry.path)}: cannot be read at byte {file_offset}: {os.strerror(err.errno or 0)}"
+        ) from err
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _refuse_pointer(data: bytes, entry: SourceEntry) -> None:
+    if data.startswith(_LFS):
+        raise SourceInvalidError(
+            f"{brief(entry.path)}: is a Git LFS pointer, not the file itself",
+            hint="git lfs pull",
+            file=brief(entry.path),
+        )
+
+
+def _blob(entry: SourceEntry) -> str:
+    """The hash that names the file in an HF cache, "" elsewhere."""
+    folder, _, name = entry.link.rpartition("/")
+    return name if name_of(folder) == "blobs" and _BLOB.fullmatch(name) else ""

@@ -1,0 +1,195 @@
+"""Where SRC is, what names are below it, and how a name is opened without ever opening the wrong thing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import NamedTuple
+
+from fp8fs.core.checkpoint import SourceEntry
+from fp8fs.core.text import brief
+from fp8fs.errors import SourceChangedError, SourceInvalidError
+
+__all__ = ["Location", "changed", "difference", "locate", "open_planned", "scan"]
+
+_MAX_ENTRIES = 1_000_000
+"""More names than any checkpoint has; stops a walk over "/"."""
+
+_REMOUNT = "unmount and mount again"
+
+
+class Location(NamedTuple):
+    """SRC found: its folder, and the folder that has to be bound for its symlinks to resolve."""
+
+    root: str
+    bind_root: str
+    bind_prefix: str
+
+
+def locate(path: str) -> Location:
+    """The checkpoint folder that *path* means: itself, or the snapshot of an HF cache repository.
+
+    Raises: SourceInvalidError.
+    """
+    try:
+        root = os.path.realpath(path, strict=True)
+        mode = os.stat(root).st_mode
+    except OSError as err:
+        raise SourceInvalidError(f"{brief(path)}: {os.strerror(err.errno or 0)}") from err
+    if not stat.S_ISDIR(mode):
+        raise SourceInvalidError(
+            f"{brief(path)}: is not a directory",
+            hint="give the directory that holds the checkpoint",
+        )
+    if _is_repository(root):
+        root = _snapshot(root)
+    above = root
+    while above != "/":
+        above, name = os.path.split(above)
+        if name == "snapshots" and _is_repository(above):
+            return Location(root, above, os.path.relpath(root, above))
+    return Location(root, root, "")
+
+
+def _is_repository(folder: str) -> bool:
+    """Whether a folder is laid out as a repository of the HF cache."""
+    return all(os.path.isdir(os.path.join(folder, part)) for part in ("blobs", "snapshots"))
+
+
+def _snapshot(repository: str) -> str:
+    """The snapshot to use: what refs/main says, else the only one."""
+    snapshots = os.path.join(repository, "snapshots")
+    try:
+        with open(os.path.join(repository, "refs", "main"), encoding="ascii") as file:
+            revision = file.read(200).strip()
+    except (OSError, ValueError):
+        revision = ""
+    found = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
+    if revision in found:
+        return os.path.join(snapshots, revision)
+    if len(found) == 1:
+        return os.path.join(snapshots, found[0])
+    if not found:
+        raise SourceInvalidError(
+            f"{brief(repository)}: has no snapshot", hint="download the model first"
+        )
+    raise SourceInvalidError(
+        f"{brief(repository)}: has {len(found)} snapshots and no refs/main among them: {', '.join(map(brief, found))}",
+        hint="name one of them: " + os.path.join(brief(snapshots), "<revision>"),
+    )
+
+
+def scan(root: str) -> dict[str, SourceEntry]:
+    """Every name below *root*, sorted, parents first. Symlinks to folders are not followed.
+
+    Raises: SourceInvalidError for a folder that cannot be listed.
+    """
+    entries: dict[str, SourceEntry] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(os.path.join(root, folder)) as listing:
+                for found in listing:
+                    path = f"{folder}/{found.name}" if folder else found.name
+                    entry = _entry(path, found)
+                    if entry is None:
+                        continue
+                    entries[path] = entry
+                    if entry.kind == "dir":
+                        folders.append(path)
+        except OSError as err:
+            raise SourceInvalidError(
+                f"{brief(folder or root)}: cannot be listed: {os.strerror(err.errno or 0)}"
+            ) from err
+        if len(entries) > _MAX_ENTRIES:
+            raise SourceInvalidError(
+                f"{brief(root)}: holds more than {_MAX_ENTRIES} names, no checkpoint does"
+            )
+    return dict(sorted(entries.items()))
+
+
+def _entry(path: str, found: os.DirEntry[str]) -> SourceEntry | None:
+    """One name as it is now; None if it went away while the folder was listed."""
+    try:
+        facts, link = found.stat(follow_symlinks=False), ""
+        if stat.S_ISLNK(facts.st_mode):
+            link = os.readlink(found.path)
+    except FileNotFoundError:
+        return None
+    kind = _kind(facts.st_mode)
+    if link:
+        try:
+            target = os.stat(found.path)
+        except OSError:  # dangling, a loop, or not ours to follow
+            target = facts
+        if not stat.S_ISDIR(target.st_mode) and not stat.S_ISLNK(target.st_mode):
+            facts, kind = target, _kind(target.st_mode)
+    return SourceEntry(
+        path=path,
+        kind=kind,
+        size=facts.st_size,
+        mtime_ns=facts.st_mtime_ns,
+        ctime_ns=facts.st_ctime_ns,
+        mode=stat.S_IMODE(facts.st_mode),
+        uid=facts.st_uid,
+        gid=facts.st_gid,
+        dev=facts.st_dev,
+        ino=facts.st_ino,
+        link=link,
+    )
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "dir"
+    return "link" if stat.S_ISLNK(mode) else "other"
+
+
+def difference(entry: SourceEntry, facts: os.stat_result) -> str:
+    """What differs between a planned file and what is there now, as one clause; "" if nothing."""
+    if not stat.S_ISREG(facts.st_mode):
+        return "was a regular file, is none now"
+    compared = (
+        ("size", entry.size, facts.st_size),
+        ("mtime_ns", entry.mtime_ns, facts.st_mtime_ns),
+        ("inode", entry.ino, facts.st_ino),
+        ("device", entry.dev, facts.st_dev),
+        ("ctime_ns", entry.ctime_ns, facts.st_ctime_ns),
+    )
+    for what, was, now in compared:
+        if was != now:
+            return f"{what} was {was}, is {now}"
+    return ""
+
+
+def changed(entry: SourceEntry, what: str) -> SourceChangedError:
+    """The error for a file that is not the planned one."""
+    path = brief(entry.path)
+    return SourceChangedError(f"{path}: {what}", hint=_REMOUNT, file=path)
+
+
+def open_planned(root: str, entry: SourceEntry) -> int:
+    """A read-only descriptor of the file that *entry* describes, and of no other.
+
+    O_NONBLOCK, because a FIFO put in its place must not block us; it is refused right after.
+    Raises: SourceChangedError if it is another file now; SourceInvalidError if it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        fd = os.open(os.path.join(root, entry.path), flags)
+    except OSError as err:
+        if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.ENXIO):
+            raise changed(entry, "was there, is gone") from err
+        why = os.strerror(err.errno or 0)
+        raise SourceInvalidError(f"{brief(entry.path)}: cannot be opened: {why}") from err
+    try:
+        if what := difference(entry, os.fstat(fd)):
+            raise changed(entry, what)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
