@@ -1,0 +1,148 @@
+"""Raw buffers as numpy arrays of codes: the checks and the search that every quantizer shares.
+
+A *code* is the integer with the bits of one source element. BF16 and F32 codes are unsigned; F16
+codes are signed, so that the element type of an array alone tells which dtype it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp8fs.core.quantizer import Buffer
+from fp8fs.core.recipe import BLOCK
+from fp8fs.errors import NonFiniteTensorError
+from fp8fs.quant.reference import TENSOR_SCALE_MIN
+
+__all__ = [
+    "CODE",
+    "INFINITE",
+    "MAGNITUDE",
+    "Bytes",
+    "Codes",
+    "Floats",
+    "block_grid",
+    "code_to_float",
+    "inverse_scale",
+    "nonfinite",
+    "row_length",
+    "row_maxima",
+    "source_codes",
+    "target_bytes",
+    "target_floats",
+]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.integer[Any]]
+
+CODE: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<i2"),
+    "F32": np.dtype("<u4"),
+}
+"""Element type of an array of codes, by dtype name."""
+
+MAGNITUDE: dict[str, int] = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFF_FFFF}
+"""Mask that drops the sign of a code. What is left orders as the magnitudes do."""
+
+INFINITE: dict[str, int] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
+"""Magnitude code of infinity; every NaN is above it."""
+
+_SEARCH_ELEMS = 1 << 20
+
+
+def source_codes(src: Buffer, dtype: str) -> Codes:
+    """*src* as a read-only array of codes, without a copy unless its address is not aligned.
+
+    Raises: ValueError for a dtype that is no source dtype, or a size that is not whole elements.
+    """
+    if dtype not in CODE:
+        raise ValueError(f"no quantizer reads dtype {dtype!r}; they read {', '.join(CODE)}")
+    codes: Codes = np.frombuffer(memoryview(src), dtype=CODE[dtype])
+    if not codes.flags.aligned:
+        codes = codes.copy()
+    codes.flags.writeable = False
+    return codes
+
+
+def target_bytes(dst: Buffer, count: int) -> Bytes:
+    """*dst* as an array of *count* FP8 bytes, without a copy.
+
+    Raises: ValueError if it is read-only or of another size.
+    """
+    data: Bytes = np.frombuffer(memoryview(dst), dtype=np.uint8)
+    if data.size != count or not data.flags.writeable:
+        raise ValueError(f"the FP8 buffer must be writable and hold {count} bytes, not {data.size}")
+    return data
+
+
+def target_floats(out: Buffer, count: int) -> Floats:
+    """*out* as an array of *count* float32, without a copy.
+
+    Raises: ValueError if it is read-only, not aligned, or of another size.
+    """
+    floats: Floats = np.frombuffer(memoryview(out), dtype=np.float32)
+    if floats.size != count or not floats.flags.writeable or not floats.flags.aligned:
+        raise ValueError(
+            f"the float32 buffer must be writable, aligned and hold {count} values, not {floats.size}"
+        )
+    return floats
+
+
+def row_length(count: int, rows: int) -> int:
+    """Elements per row of *count* elements in *rows* rows. Raises: ValueError if they are ragged."""
+    if rows < 0 or (count % rows if rows else count):
+        raise ValueError(f"{count} elements do not make {rows} equal rows")
+    return count // rows if rows else 0
+
+
+def row_maxima(amax: Buffer, rows: int) -> Floats:
+    """*amax* as an array of *rows* float32. Raises: ValueError if they are not finite magnitudes."""
+    peaks: Floats = np.frombuffer(memoryview(amax), dtype=np.float32)
+    if peaks.size != rows or not (np.isfinite(peaks) & (peaks >= 0)).all():
+        raise ValueError(f"row maxima must be {rows} finite magnitudes")
+    return peaks.copy()
+
+
+def inverse_scale(scale: float) -> np.float32:
+    """1 / *scale* in float32. Raises: ValueError unless *scale* and that are positive and finite."""
+    value = np.float32(scale)
+    if not TENSOR_SCALE_MIN <= value < np.inf:
+        raise ValueError(f"{scale!r} is no per_tensor scale")
+    return np.float32(1.0) / value
+
+
+def block_grid(count: int, rows: int, cols: int) -> tuple[int, int]:
+    """Rows and columns of the scales of a (rows, cols) tile: edge blocks count whole.
+
+    Raises: ValueError if the tile does not have *count* elements.
+    """
+    if rows < 0 or cols < 0 or rows * cols != count:
+        raise ValueError(f"{count} elements are no {rows} x {cols} matrix")
+    return -(-rows // BLOCK[0]), -(-cols // BLOCK[1])
+
+
+def code_to_float(code: int, dtype: str) -> float:
+    """The value of one finite code, exact in float32."""
+    array = np.array([code], dtype=np.uint32)
+    if dtype == "F16":
+        return float(array.astype(np.uint16).view(np.float16)[0])
+    shift = 16 if dtype == "BF16" else 0
+    return float((array << np.uint32(shift)).view(np.float32)[0])
+
+
+def nonfinite(codes: Codes, dtype: str) -> NonFiniteTensorError:
+    """The error that names the first NaN or Inf of *codes*, which hold at least one.
+
+    Cost: one pass up to that element; scratch memory is bounded whatever the tile's size.
+    """
+    for start in range(0, codes.size, _SEARCH_ELEMS):
+        part = codes[start : start + _SEARCH_ELEMS]
+        bad = (part & part.dtype.type(MAGNITUDE[dtype])) >= INFINITE[dtype]
+        if bad.any():
+            index = start + int(bad.argmax())
+            return NonFiniteTensorError(f"element {index} is NaN or Inf", index=index)
+    raise ValueError("every element is finite")
