@@ -25,13 +25,19 @@ from fp8fs.core.attributes import Owner
 from fp8fs.core.checkpoint import Checkpoint
 from fp8fs.core.fingerprint import Hint, encode_hints, parse_hints
 from fp8fs.core.layout import plan
-from fp8fs.core.manifest import Manifest, encode_manifest, encode_plan, make_manifest
+from fp8fs.core.manifest import (
+    Manifest,
+    ManifestSource,
+    describe_plan,
+    encode_manifest,
+    encode_plan,
+)
 from fp8fs.core.plan import Plan
 from fp8fs.core.quantizer import QUANTIZER_VERSION
 from fp8fs.core.recipe import Recipe, check_recipe
 from fp8fs.engine import Engine, NonFinite
 from fp8fs.errors import Fp8fsError, StoreError, StoreFullError, UsageError
-from fp8fs.quant import quantizer_factory
+from fp8fs.quant import make_quantizer
 from fp8fs.source import Source, hints_key
 from fp8fs.store.store import Pin, Store, Tree
 from fp8fs.tree import TreeKeeper
@@ -90,12 +96,24 @@ class Survey:
     @property
     def manifest(self) -> Manifest:
         """What a tree of this plan says of itself, digests left out."""
-        return make_manifest(
+        shards = self.source.checkpoint.shards
+        sources = [
+            ManifestSource(
+                path=path,
+                identity=identity,
+                size=shards[path].entry.size,
+                mtime_ns=shards[path].entry.mtime_ns,
+            )
+            for path, identity in zip(
+                self.plan.source_shards, self.plan.source_identities, strict=True
+            )
+        ]
+        return describe_plan(
             self.plan,
-            self.source.checkpoint,
             self.recipe,
-            tool_version=__version__,
-            quantizer_version=QUANTIZER_VERSION,
+            name=self.source.root.name,
+            version=__version__,
+            sources=sources,
         )
 
     @property
@@ -226,7 +244,7 @@ def assemble(
     *need_store*: a store that cannot be written is an error instead of a degraded start.
     Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError.
     """
-    quantizer = quantizer_factory(device)
+    quantizer = make_quantizer(device)  # a wrong device is refused before SRC is read
     found = survey(src, recipe, store_root, create=True)
     pin: Pin | None = None
     engine: Engine | None = None
@@ -246,7 +264,7 @@ def assemble(
             found.plan,
             found.source,
             store,
-            quantizer,
+            lambda: quantizer,
             workers=workers,
             grain=grain,
             on_sealed=keeper.link if keeper is not None else None,

@@ -16,11 +16,11 @@ import msgspec
 from fp8fs.assembly import Survey
 from fp8fs.core.digest import TileDigester
 from fp8fs.core.dtypes import DTYPES
-from fp8fs.core.manifest import Manifest, decode_manifest
+from fp8fs.core.manifest import Manifest, parse_manifest
 from fp8fs.core.plan import Unit, ViewShard, tiles
 from fp8fs.engine import Engine
 from fp8fs.errors import StoreDamagedError, StoreError
-from fp8fs.quant import quantizer_factory
+from fp8fs.quant import make_quantizer
 from fp8fs.source import Source
 from fp8fs.store.store import ShardSpec, Store, UnitSpan
 from fp8fs.store.types import PREAMBLE
@@ -190,7 +190,7 @@ def _fresh_engine(found: Survey, *, device: str, workers: int) -> Engine:
         found.plan,
         found.source,
         None,
-        quantizer_factory(device),
+        lambda: make_quantizer(device),
         workers=workers,
         grain="tensor",
         why_no_store="verify --deep compares with the source",
@@ -267,20 +267,21 @@ def _is_known(store: Store, found: Survey, path: str) -> bool:
 def _similar(store: Store, found: Survey) -> list[Manifest]:
     """Manifests of finished trees with the same recipe and the same shards, newest first."""
     mine = found.manifest
-    shape = [(shard.path, shard.size, shard.tensor_count) for shard in mine.shards]
+    shape = [(shard.path, shard.size, shard.tensors) for shard in mine.shards]
     similar = []
     for info in sorted(store.list_trees(), key=lambda tree: -tree.changed_ns):
         if not info.complete or info.plan_id == found.plan.plan_id:
             continue
         try:
             place = store.tree(info.plan_id).path / ".fp8fs" / "manifest.json"
-            manifest = decode_manifest(place.read_bytes())
-        except (OSError, StoreError):
+            manifest = parse_manifest(place.read_bytes())
+        except OSError:
             continue
         if (
-            manifest.quantizer_version == mine.quantizer_version
+            manifest is not None
+            and manifest.quantizer == mine.quantizer
             and manifest.schemes == mine.schemes
-            and [(s.path, s.size, s.tensor_count) for s in manifest.shards] == shape
+            and [(s.path, s.size, s.tensors) for s in manifest.shards] == shape
         ):
             similar.append(manifest)
     return similar

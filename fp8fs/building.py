@@ -9,7 +9,7 @@ from fp8fs.assembly import Assembled, Survey, assemble, record_non_finite, surve
 from fp8fs.core.recipe import Recipe
 from fp8fs.engine import EngineStats, NonFinite, scan
 from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
-from fp8fs.quant import quantizer_factory
+from fp8fs.quant import make_quantizer
 from fp8fs.tree import pin_for_good
 
 __all__ = ["build_tree", "finished_tree", "scan_values"]
@@ -53,7 +53,7 @@ def scan_values(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[NonFinite]:
     """Read every weight that is to be quantized; record those that hold NaN or Inf, and return them."""
-    quantizer = quantizer_factory(device)()
+    quantizer = make_quantizer(device)
     try:
         bad = scan(found.plan, found.source, quantizer, workers=workers, progress=progress)
     finally:
