@@ -1,0 +1,42 @@
+# The same targets here and in CI. PYTHON is the interpreter of an environment with the test extra.
+PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+BIN := $(dir $(shell command -v $(PYTHON)))
+PYTEST := $(PYTHON) -m pytest -q
+
+.PHONY: check lint types imports spelling unit mount crash acceptance loader bench docs
+
+check: lint types imports spelling unit ## everything that needs no mount, in about a minute
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types:
+	$(PYTHON) -m mypy
+
+imports:
+	$(BIN)lint-imports
+
+spelling:
+	$(BIN)codespell
+
+unit:
+	$(PYTEST) tests/unit tests/property
+
+mount: ## kernel behaviour, through real mounts
+	$(PYTEST) tests/contract tests/mount
+
+crash: ## power loss, kill -9, full disks
+	$(PYTEST) tests/crash
+
+acceptance: ## what a user was promised, through the command line
+	$(PYTEST) tests/acceptance
+
+loader: ## real loaders on real mounts; each skips where its package is missing
+	$(PYTEST) tests/loader
+
+bench: ## speed, printed as numbers with the machine and the commit
+	$(PYTHON) scripts/bench/run.py
+
+docs: ## the examples in the documentation, run
+	$(PYTEST) tests/docs
