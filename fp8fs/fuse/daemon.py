@@ -47,6 +47,9 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
         grain=spec.grain,
     )
     plan, source = made.survey.plan, made.survey.source
+    # Without a tree there is nothing that a link could lead to.
+    serve_as = spec.serve if made.tree is not None else "inline"
+    handoff = serve_as == "handoff"
     tree = str(made.tree.path) if made.tree is not None else ""
     stats = made.engine.stats()
     facts = Mounted(
@@ -56,20 +59,21 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
         store=spec.store,
         tree=tree,
         plan_id=plan.plan_id,
-        serve=spec.serve,
+        serve=serve_as,
         grain=spec.grain,
         log_path=spec.log_path,
         device=spec.device,
-        bytes_source=sum(shard.entry.size for shard in source.checkpoint.shards.values()),
-        bytes_view=sum(shard.size for shard in plan.shards),
+        bytes_source=made.survey.source_bytes,
+        bytes_view=made.survey.view_bytes,
         shards=stats.shards_total,
         sealed=stats.shards_sealed,
         created_dst=spec.created_dst,
         warnings=(*spec.warnings, *plan.warnings),
     )
     board = StatusBoard(facts, dict(plan.schemes), made.engine.stats, source.changes)
-    view = made.view(serve=spec.serve, grain=spec.grain, bound=bound, status=board.encode)
-    return Served(view, facts, tree, str(source.bind_root), made.close)
+    view = made.view(serve=serve_as, grain=spec.grain, bound=bound, status=board.encode)
+    binds = (tree, str(source.bind_root)) if handoff else ("", "")
+    return Served(view, facts, *binds, made.close)
 
 
 def main(arguments: list[str]) -> int:
@@ -98,6 +102,9 @@ def main(arguments: list[str]) -> int:
         what = f"the server failed: {type(err).__name__}: {err}"
         _answer(fd, {"error": {"code": "error", "what": what, "hint": "", "facts": {}}})
         return _CRASH_EXIT
+    finally:
+        if served is not None:
+            served.close(2.0)
 
 
 def _load(name: str) -> Factory:
