@@ -1,0 +1,205 @@
+"""A unit's source matrix as byte runs of SRC, and its place in the view shard. Arithmetic and reads; no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from fp8fs.core.dtypes import DTYPES
+from fp8fs.core.layout import Piece, Tile, Unit, tiles
+from fp8fs.core.recipe import BLOCK
+from fp8fs.engine.stats import Counters
+from fp8fs.errors import SourceInvalidError
+from fp8fs.source import Source
+
+__all__ = [
+    "Bands",
+    "Run",
+    "SourceReader",
+    "element_position",
+    "item_bytes",
+    "source_bytes",
+    "view_bytes",
+    "write_tile",
+]
+
+Write = Callable[[memoryview, int], None]
+"""Put these bytes at this offset of the view shard file."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one source element."""
+    return DTYPES[dtype].bits // 8
+
+
+def source_bytes(unit: Unit) -> int:
+    """Bytes that making the unit reads at least once."""
+    return unit.rows * unit.cols * item_bytes(unit.dtype)
+
+
+def view_bytes(unit: Unit) -> int:
+    """Bytes that the unit has in the view, scale included."""
+    return unit.data.length + (unit.scale.length if unit.scale else 0)
+
+
+class Run(NamedTuple):
+    """``nbytes`` bytes at ``file_offset`` of source shard ``shard``."""
+
+    shard: int
+    file_offset: int
+    nbytes: int
+
+
+def _runs(pieces: Iterable[Piece], start: int, nbytes: int) -> Iterator[Run]:
+    """Where bytes [start, start + nbytes) of the concatenated pieces are."""
+    for piece in pieces:
+        if nbytes <= 0:
+            return
+        if start < piece.nbytes:
+            part = min(nbytes, piece.nbytes - start)
+            yield Run(piece.shard, piece.file_offset + start, part)
+            start, nbytes = 0, nbytes - part
+        else:
+            start -= piece.nbytes
+
+
+def element_position(unit: Unit, element: int) -> tuple[str, int]:
+    """The source tensor, and the flat index in it, of flat element *element* of the unit's matrix."""
+    size = item_bytes(unit.dtype)
+    offset = element * size
+    for piece in unit.pieces:
+        if offset < piece.nbytes:
+            return piece.tensor, offset // size
+        offset -= piece.nbytes
+    raise IndexError(element)
+
+
+class SourceReader:
+    """Reads units from SRC into buffers, counts what it reads, and gives consumed page cache back."""
+
+    def __init__(
+        self, source: Source, paths: tuple[str, ...], counters: Counters, *, drop: bool
+    ) -> None:
+        self._source = source
+        self._paths = paths
+        self._counters = counters
+        self._drop = drop
+
+    def check(self, shards: Iterable[int]) -> None:
+        """Raises: SourceChangedError if one of these source shards is not what it was at plan time."""
+        for shard in sorted(set(shards)):
+            try:
+                self._source.check(self._paths[shard])
+            except OSError as err:
+                raise self._unreadable(shard, err) from err
+
+    def read_run(self, run: Run, buffer: memoryview) -> None:
+        """Fill *buffer*, which is as long as the run."""
+        try:
+            self._source.pread_into(self._paths[run.shard], buffer, run.file_offset)
+        except OSError as err:
+            raise self._unreadable(run.shard, err) from err
+        self._counters.source_read(run.nbytes)
+
+    def read_bytes(self, unit: Unit, start: int, buffer: memoryview) -> None:
+        """Fill *buffer* with the bytes of the unit's source matrix from byte *start*."""
+        filled = 0
+        for run in _runs(unit.pieces, start, len(buffer)):
+            self.read_run(run, buffer[filled : filled + run.nbytes])
+            filled += run.nbytes
+
+    def read_tile(self, unit: Unit, tile: Tile, buffer: memoryview) -> None:
+        """Fill *buffer* with the tile, row after row."""
+        size = item_bytes(unit.dtype)
+        if tile.rows == 1 or tile.cols == unit.cols:
+            self.read_bytes(unit, (tile.row * unit.cols + tile.col) * size, buffer)
+            return
+        width = tile.cols * size
+        for row in range(tile.rows):
+            start = ((tile.row + row) * unit.cols + tile.col) * size
+            self.read_bytes(unit, start, buffer[row * width : (row + 1) * width])
+
+    def drop_bytes(self, unit: Unit, start: int, nbytes: int) -> None:
+        """These bytes of the unit's source matrix are not needed again."""
+        for run in _runs(unit.pieces, start, nbytes):
+            self.drop_run(run)
+
+    def drop_run(self, run: Run) -> None:
+        """This run is not needed again."""
+        if self._drop:
+            self._source.drop(self._paths[run.shard], run.file_offset, run.nbytes)
+
+    def _unreadable(self, shard: int, err: OSError) -> SourceInvalidError:
+        return SourceInvalidError(
+            f"{self._paths[shard]}: cannot be read: {err.strerror}", file=self._paths[shard]
+        )
+
+
+def write_tile(write: Write, unit: Unit, tile: Tile, data: memoryview) -> None:
+    """Write a tile's view bytes (one per element) to where they belong in the shard file."""
+    base = unit.data.start
+    if tile.rows == 1 or tile.cols == unit.cols:
+        write(data, base + tile.row * unit.cols + tile.col)
+        return
+    for row in range(tile.rows):
+        start = base + (tile.row + row) * unit.cols + tile.col
+        write(data[row * tile.cols : (row + 1) * tile.cols], start)
+
+
+class Bands:
+    """A unit cut into runs of whole rows (of one row: runs of columns), each made without looking at the others.
+
+    A band's tiles follow each other in ``tiles`` order, its data and its scales are one run each in the view.
+    per_channel needs whole rows for a scale, so there a vector is one band.
+    """
+
+    __slots__ = ("_tiles_per_band", "count", "elems", "first", "tile_count", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.first = next(tiles(unit.rows, unit.cols, item_bytes(unit.dtype)))
+        across = -(-unit.cols // self.first.cols)
+        down = -(-unit.rows // self.first.rows)
+        self.tile_count = across * down
+        if unit.rows == 1 and unit.scheme != "per_channel":
+            self._tiles_per_band = 1
+            self.elems = self.first.cols
+        else:
+            self._tiles_per_band = across
+            self.elems = self.first.rows * unit.cols
+        self.count = self.tile_count // self._tiles_per_band
+
+    def tiles(self, band: int) -> Iterator[tuple[int, Tile]]:
+        """The band's tiles with their numbers in the unit."""
+        unit, first = self.unit, self.first
+        across = -(-unit.cols // first.cols)
+        begin = band * self._tiles_per_band
+        for number in range(begin, begin + self._tiles_per_band):
+            row = number // across * first.rows
+            col = number % across * first.cols
+            yield (
+                number,
+                Tile(row, min(first.rows, unit.rows - row), col, min(first.cols, unit.cols - col)),
+            )
+
+    def data(self, band: int) -> tuple[int, int]:
+        """Start and length, in bytes of the unit's data (and in elements of its source)."""
+        start = band * self.elems
+        return start, min(self.elems, self.unit.rows * self.unit.cols - start)
+
+    def scale(self, band: int) -> tuple[int, int]:
+        """Start and length in bytes of the unit's scales; per_tensor and kept units have none of a band's own."""
+        unit = self.unit
+        start, length = self.data(band)
+        if unit.scheme == "per_channel":
+            return start // unit.cols * 4, -(-length // unit.cols) * 4
+        if unit.scheme.startswith("block"):
+            across = -(-unit.cols // BLOCK[1])
+            if unit.rows == 1:
+                return start // BLOCK[1] * 4, -(-length // BLOCK[1]) * 4
+            rows = -(-length // unit.cols)
+            return (
+                start // unit.cols // BLOCK[0] * across * 4,
+                -(-rows // BLOCK[0]) * across * 4,
+            )
+        return 0, 0
