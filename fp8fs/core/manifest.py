@@ -128,7 +128,7 @@ def with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, for ``.fp8fs/manifest.json``."""
-    return msgspec.json.format(_encode(manifest), indent=2) + b"\n"
+    return json.dumps(msgspec.to_builtins(manifest), indent=2).encode("ascii") + b"\n"
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -1,0 +1,109 @@
+"""Checkpoints in memory: headers and configs without a file, for tests of the pure planner."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from math import prod
+
+from fp8fs.core.checkpoint import Checkpoint, SourceEntry, SourceShard, classify
+from fp8fs.core.header import Header, TensorEntry
+from fp8fs.core.layout import Plan, plan
+from fp8fs.core.recipe import Recipe
+
+__all__ = ["LLM", "Shapes", "checkpoint", "linears", "make_plan", "unit_of"]
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> dtype and shape."""
+
+ITEM_BYTES = {
+    "U8": 1,
+    "BOOL": 1,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "F32": 4,
+    "I32": 4,
+    "I64": 8,
+    "F64": 8,
+    "F8_E4M3": 1,
+}
+
+LLM = {"config.json": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
+
+
+def linears(*names: str, shape: tuple[int, int] = (32, 64), dtype: str = "BF16") -> Shapes:
+    """Weights of linear layers, all of one shape."""
+    return {f"{name}.weight": (dtype, shape) for name in names}
+
+
+def checkpoint(
+    shards: Mapping[str, Shapes],
+    texts: Mapping[str, object] = LLM,
+    *,
+    facts: Mapping[str, Mapping[str, int]] | None = None,
+    extra: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    salt: str = "",
+    reverse: bool = False,
+) -> Checkpoint:
+    """A checkpoint of these shards. *texts*: JSON values, or bytes as they are. *facts*: stat fields by path.
+
+    *extra*: other names and their kind ("file", "dir", "link:TEXT", "other"). *salt* changes every identity.
+    *reverse*: every dict is built in the opposite order.
+    """
+    entries: dict[str, SourceEntry] = {}
+
+    def add(path: str, kind: str, size: int = 0, link: str = "") -> None:
+        parent = path.rpartition("/")[0]
+        if parent and parent not in entries:
+            add(parent, "dir")
+        fields = {"size": size, "mtime_ns": 10, "ctime_ns": 11, "mode": 0o644, "uid": 0, "gid": 0}
+        fields |= {"dev": 1, "ino": len(entries)}
+        if kind == "dir":
+            fields["mode"] = 0o755
+        fields.update((facts or {}).get(path, {}))
+        entries[path] = SourceEntry(path=path, kind=kind, link=link, **fields)
+
+    encoded = {
+        p: t if isinstance(t, bytes) else json.dumps(t, indent=2).encode() for p, t in texts.items()
+    }
+    headers: dict[str, Header] = {}
+    for path, shapes in shards.items():
+        tensors, end = {}, 0
+        for name, (dtype, shape) in shapes.items():
+            begin, end = end, end + ITEM_BYTES[dtype] * prod(shape)
+            tensors[name] = TensorEntry(dtype, shape, (begin, end))
+        headers[path] = Header(tensors, dict(metadata or {"format": "pt"}), 1000)
+        add(path, "file", 1000 + end)
+    for path, data in encoded.items():
+        add(path, "file", len(data))
+    for path, kind in (extra or {}).items():
+        add(path, kind.partition(":")[0], 3, kind.partition(":")[2])
+    order = sorted(entries, reverse=reverse)
+    entries = {path: entries[path] for path in order}
+    components = classify({path: entries[path] for path in sorted(entries)}, encoded, headers)
+    used = {path for component in components for path in component.shards}
+    made = {
+        path: SourceShard(entries[path], headers[path], _identity(path + salt))
+        for path in order
+        if path in used
+    }
+    if reverse:
+        components, encoded = components[::-1], dict(reversed(encoded.items()))
+    return Checkpoint(entries, made, components, encoded, "model_index.json" in encoded)
+
+
+def _identity(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def make_plan(source: Checkpoint, **recipe: object) -> Plan:
+    """The plan of a checkpoint under a recipe given by its fields."""
+    return plan(source, Recipe(**recipe), quantizer_version="1")  # type: ignore[arg-type]
+
+
+def unit_of(planned: Plan, name: str) -> object:
+    """The unit of that name, wherever it is."""
+    return next(unit for shard in planned.shards for unit in shard.units if unit.name == name)
