@@ -150,16 +150,17 @@ class Source:
                 done += count
 
     def check(self, path: str) -> None:
-        """Compare the file with the facts of plan time: the open descriptor's, and those of whatever has its name now.
+        """Compare the file with the facts of plan time: those of whatever has its name, and the open descriptor's.
 
         Raises: SourceChangedError naming the file and the difference.
         """
         entry = self._entry(path)
+        # By name first: it tells a replaced file from one whose link count, and so its ctime, has changed.
+        if what := self._difference_by_name(entry):
+            raise changed(entry, what)
         with self._handles.borrow_open(path) as fd:
             if fd is not None and (what := difference(entry, os.fstat(fd))):
                 raise changed(entry, what)
-        if what := self._difference_by_name(entry):
-            raise changed(entry, what)
 
     def open_file(self, path: str) -> int:
         """A new read-only descriptor of any regular file of SRC, checked against plan time. The caller closes it."""
