@@ -83,11 +83,13 @@ def recipe_from(
 class Survey:
     """SRC as planned: everything that headers, configs, recipe and recorded facts decide.
 
-    ``recipe`` includes the keep list that earlier scans recorded. ``store`` is None where it cannot
+    ``checkpoint`` is the source's, with the dates of adopted shards. ``recipe`` includes the keep list
+    that earlier scans recorded. ``store`` is None where it cannot
     be used at all, with the reason in ``why_no_store``.
     """
 
     source: Source
+    checkpoint: Checkpoint
     recipe: Recipe
     plan: Plan
     store: Store | None
@@ -96,7 +98,7 @@ class Survey:
     @property
     def manifest(self) -> Manifest:
         """What a tree of this plan says of itself, digests left out."""
-        shards = self.source.checkpoint.shards
+        shards = self.checkpoint.shards
         sources = [
             ManifestSource(
                 path=path,
@@ -119,7 +121,7 @@ class Survey:
     @property
     def source_bytes(self) -> int:
         """Bytes of the source shards that view shards are made from."""
-        shards = self.source.checkpoint.shards
+        shards = self.checkpoint.shards
         return sum(shards[path].entry.size for path in self.plan.source_shards)
 
     @property
@@ -213,20 +215,20 @@ def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool =
     if store_root is not None:
         _refuse_store_inside(store_root, src)
     store, why_no_store = _open_store(store_root, create=create)
-    source = Source.open(
-        src, hints=_read_hints(store, src), adopted=_Adopted(store) if store else None
-    )
+    adopted = _Adopted(store) if store is not None else None
+    source = Source.open(src, hints=_read_hints(store, src), adopted=adopted)
     try:
         if store_root is not None:
             _refuse_store_inside(store_root, source.root)
-        full = msgspec.structs.replace(
-            recipe, recorded_keep=_recorded_keep(store, source.checkpoint)
-        )
-        planned = plan(source.checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=_owner())
+        checkpoint = source.checkpoint
+        if adopted is not None and adopted.dates:
+            checkpoint = _with_adopted_dates(checkpoint, adopted.dates)
+        full = msgspec.structs.replace(recipe, recorded_keep=_recorded_keep(store, checkpoint))
+        planned = plan(checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=_owner())
     except BaseException:
         source.close()
         raise
-    return Survey(source, full, planned, store, why_no_store)
+    return Survey(source, checkpoint, full, planned, store, why_no_store)
 
 
 def assemble(
@@ -298,13 +300,13 @@ def record_non_finite(found: Survey, bad: list[NonFinite]) -> int:
         )
     by_shard: dict[str, dict[str, int]] = {}
     for finding in bad:
-        for component in found.source.checkpoint.components:
+        for component in found.checkpoint.components:
             if component.path == finding.component:
                 path = component.weight_map[finding.tensor]
                 by_shard.setdefault(path, {})[finding.tensor] = finding.index
     new = 0
     for path, tensors in by_shard.items():
-        identity = found.source.checkpoint.shards[path].identity
+        identity = found.checkpoint.shards[path].identity
         known = _read_scan(store, identity)
         new += len(tensors.keys() - known.keys())
         store.write_scan(identity, {"schema": SCAN_SCHEMA, "non_finite": known | tensors})
@@ -355,16 +357,24 @@ def _refuse_store_inside(store_root: Path, src: Path) -> None:
 
 
 class _Adopted(Mapping[str, str]):
-    """identity -> the older identity that ``verify --adopt`` proved equal, read from the store when asked."""
+    """identity -> the older identity that ``verify --adopt`` proved equal, read from the store when asked.
+
+    ``dates`` collects the mtime that goes with each older identity that was asked for: a shard shows the
+    date of the bytes that it was proved equal to, so that what is sealed already still fits.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.dates: dict[str, int] = {}
 
     def __getitem__(self, identity: str) -> str:
         value = self._store.read_adopted(identity)
-        if not isinstance(value, dict) or not isinstance(value.get("identity"), str):
+        if not isinstance(value, dict):
             raise KeyError(identity)
-        older: str = value["identity"]
+        older, mtime_ns = value.get("identity"), value.get("mtime_ns")
+        if not isinstance(older, str) or not isinstance(mtime_ns, int):
+            raise KeyError(identity)
+        self.dates[older] = mtime_ns
         return older
 
     def __bool__(self) -> bool:
@@ -375,6 +385,17 @@ class _Adopted(Mapping[str, str]):
 
     def __len__(self) -> int:
         return 0
+
+
+def _with_adopted_dates(checkpoint: Checkpoint, dates: Mapping[str, int]) -> Checkpoint:
+    """The checkpoint as it was dated when its adopted shards were first seen."""
+    entries, shards = dict(checkpoint.entries), dict(checkpoint.shards)
+    for path, shard in checkpoint.shards.items():
+        if shard.identity in dates:
+            entry = msgspec.structs.replace(shard.entry, mtime_ns=dates[shard.identity])
+            entries[path] = entry
+            shards[path] = msgspec.structs.replace(shard, entry=entry)
+    return msgspec.structs.replace(checkpoint, entries=entries, shards=shards)
 
 
 def _read_hints(store: Store | None, src: Path) -> dict[str, Hint] | None:

@@ -1,4 +1,4 @@
-"""``verify``: are the sealed bytes what their records say, and are they what the source gives?
+"""What ``verify`` does: are the sealed bytes what their records say, and are they what the source gives?
 
 check_store(store)      every object against its own record, by reading all of it
 check_plan(found)       the objects of one plan; deep: made again from the source and compared
@@ -16,13 +16,16 @@ import msgspec
 from fp8fs.assembly import Survey
 from fp8fs.core.digest import TileDigester
 from fp8fs.core.dtypes import DTYPES
+from fp8fs.core.header import Header, parse_header
 from fp8fs.core.manifest import Manifest, parse_manifest
 from fp8fs.core.plan import Unit, ViewShard, tiles
+from fp8fs.core.recipe import BLOCK_SCHEMES
 from fp8fs.engine import Engine
-from fp8fs.errors import StoreDamagedError, StoreError
+from fp8fs.engine.shard import shard_spec, unit_spans
+from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError
 from fp8fs.quant import make_quantizer
 from fp8fs.source import Source
-from fp8fs.store.store import ShardSpec, Store, UnitSpan
+from fp8fs.store.store import Store, UnitSpan
 from fp8fs.store.types import PREAMBLE
 
 __all__ = ["Audit", "Damage", "adopt", "check_plan", "check_store"]
@@ -105,41 +108,6 @@ def set_aside(store: Store, damage: Iterable[Damage]) -> int:
     return len(reasons)
 
 
-def shard_spec(shard: ViewShard) -> ShardSpec:
-    """The shard as the store knows it."""
-    return ShardSpec(
-        object_id=shard.object_id,
-        size=shard.size,
-        preamble=shard.preamble,
-        unit_count=len(shard.units),
-        mode=shard.mode,
-        uid=shard.uid,
-        gid=shard.gid,
-        mtime_ns=shard.mtime_ns,
-    )
-
-
-def unit_spans(shard: ViewShard) -> list[UnitSpan]:
-    """Where each unit lies in the shard's file and how its digest is cut."""
-    return [
-        UnitSpan(
-            unit=number,
-            start=unit.data.start,
-            length=unit.data.length,
-            rows=unit.rows,
-            cols=unit.cols,
-            item_bytes=_item_bytes(unit),
-            scale_start=unit.scale.start if unit.scale else 0,
-            scale_length=unit.scale.length if unit.scale else 0,
-        )
-        for number, unit in enumerate(shard.units)
-    ]
-
-
-def _item_bytes(unit: Unit) -> int:
-    return DTYPES[unit.dtype].bits // 8
-
-
 def _check_object(
     store: Store, object_id: str, path: str, spans: list[UnitSpan], names: list[str]
 ) -> list[Damage]:
@@ -160,28 +128,51 @@ def _check_object(
 
 
 class _RecordedUnit(msgspec.Struct, frozen=True):
-    """The part of an object's recorded facts that reading back needs."""
+    """What a record says of one unit (engine.shard.seal_facts)."""
 
     name: str
-    span: UnitSpan
+    scheme: str
+    dtype: str
 
 
 class _RecordedFacts(msgspec.Struct, frozen=True):
-    path: str = ""
-    units: tuple[_RecordedUnit, ...] = ()
+    units: tuple[_RecordedUnit, ...]
 
 
 def _check_recorded(store: Store, object_id: str) -> list[Damage]:
-    """An object by what its own record says of its units."""
+    """An object by its record and its own header, without the plan that it was made for."""
     record = store.record(object_id)
     if record is None:
         return [Damage(object_id, "", "", "its record is missing or damaged")]
     try:
         facts = msgspec.json.decode(record.facts, type=_RecordedFacts)
-    except msgspec.DecodeError as err:
-        return [Damage(object_id, "", "", f"its record cannot be read: {err}")]
-    spans = [unit.span for unit in facts.units]
-    return _check_object(store, object_id, facts.path, spans, [u.name for u in facts.units])
+        with store.object_path(object_id).open("rb") as file:
+            preamble = file.read(record.preamble_bytes)
+        header = parse_header(preamble, record.size, object_id)
+        spans = [_recorded_span(i, unit, header) for i, unit in enumerate(facts.units)]
+    except (msgspec.DecodeError, KeyError, OSError, SourceInvalidError) as err:
+        return [Damage(object_id, "", "", f"header and record do not match: {err}")]
+    return _check_object(store, object_id, "", spans, [unit.name for unit in facts.units])
+
+
+def _recorded_span(number: int, unit: _RecordedUnit, header: Header) -> UnitSpan:
+    """Where a unit lies, by the header of the file that it is in."""
+    entry = header.tensors[unit.name]
+    start = header.preamble_bytes + entry.data_offsets[0]
+    if not unit.scheme:
+        return UnitSpan(number, start, entry.nbytes, 1, entry.nbytes, 1)
+    suffix = "_scale_inv" if unit.scheme in BLOCK_SCHEMES else "_scale"
+    scale = header.tensors[unit.name + suffix]
+    return UnitSpan(
+        number,
+        start,
+        entry.nbytes,
+        entry.shape[0],
+        entry.shape[1],
+        DTYPES[unit.dtype].bits // 8,
+        header.preamble_bytes + scale.data_offsets[0],
+        scale.nbytes,
+    )
 
 
 def _fresh_engine(found: Survey, *, device: str, workers: int) -> Engine:
@@ -325,7 +316,7 @@ def _same_preamble(sealed: Path, preamble: bytes) -> bool:
 
 def _input_digest(found: Survey, unit: Unit) -> str:
     """The digest of a unit's source matrix, tile by tile as the engine makes it."""
-    item = _item_bytes(unit)
+    item = DTYPES[unit.dtype].bits // 8
     row_bytes = unit.cols * item
     digester = TileDigester()
     for tile in tiles(unit.rows, unit.cols, item):

@@ -98,7 +98,7 @@ def _finding(found: Survey, failure: Fp8fsError) -> NonFinite | None:
     component = failure.facts.get("component")
     if not isinstance(tensor, str) or not isinstance(index, int):
         return None
-    for candidate in found.source.checkpoint.components:
+    for candidate in found.checkpoint.components:
         if component in (None, candidate.path) and tensor in candidate.weight_map:
             return NonFinite(candidate.path, tensor, index)
     return None

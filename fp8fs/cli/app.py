@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -68,6 +69,10 @@ app.command(context_settings={"ignore_unknown_options": True})(run)
 
 def run_app(arguments: Sequence[str]) -> int:
     """Run one command line. Fp8fsError passes through; usage mistakes print themselves and give 2."""
+    quiet = {"--quiet", "-q"} & set(arguments)
+    logging.basicConfig(
+        level=logging.ERROR if quiet else logging.WARNING, format="%(levelname)s: %(message)s"
+    )
     try:
         app(args=list(arguments), prog_name="fp8fs")
     except SystemExit as end:
