@@ -152,6 +152,12 @@ class Filler:
             self.on_complete(state)
         return None
 
+    def reopen(self, state: ShardState, stale: Partial | None) -> Fp8fsError | None:
+        """Close a partial that met with trouble and open it anew, recovered."""
+        if stale is not None:
+            stale.close()
+        return self.open_partial(state)
+
     def make_claim(
         self, state: ShardState, claim: int, units: Sequence[int], priority: int
     ) -> Fp8fsError | None:
@@ -175,6 +181,7 @@ class Filler:
                 state.elsewhere[claim] = time.monotonic() + _ELSEWHERE_S
             return None
         except StoreError as err:
+            state.suspect = True
             self._store_failed(state, err)
             return err
         except Exception as err:  # noqa: BLE001 - a worker reports to those who wait
@@ -236,6 +243,7 @@ class Filler:
         except StoreBusyError as err:
             return err
         except StoreError as err:
+            state.suspect = True
             self._store_failed(state, err)
             return err
         except Exception as err:  # noqa: BLE001 - a worker reports to those who wait

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fp8fs.core.layout import ViewShard
@@ -29,25 +28,25 @@ class Span(NamedTuple):
     end: int
 
 
-def spans(shard: ViewShard, start: int, end: int) -> Iterator[Span]:
-    """What bytes [start, end) of a view shard, behind its preamble, are made of. In file order."""
-    units = shard.units
-    index = max(0, bisect_right(units, start, key=lambda unit: unit.data.start) - 1)
-    while index < len(units) and units[index].data.start < end:
-        unit = units[index]
+def spans(shard: ViewShard, units: Iterable[int], start: int, end: int) -> list[Span]:
+    """The parts of bytes [start, end) of a view shard that are in these units, in file order."""
+    found: list[Span] = []
+    for index in units:
+        unit = shard.units[index]
         for scale, extent in ((False, unit.data), (True, unit.scale)):
             if extent is not None:
                 first = max(start, extent.start)
                 last = min(end, extent.start + extent.length)
                 if first < last:
-                    yield Span(index, scale, first, last)
-        index += 1
+                    found.append(Span(index, scale, first, last))
+    return sorted(found, key=lambda span: span.start)
 
 
 class ShardReader:
     """One open handle on a view shard. Thread-safe; close it once no read is under way.
 
     It holds descriptors of its own: they stay valid when the partial shard becomes the object.
+    Lock order: the reader's lock (descriptors only), then the pool's.
     """
 
     def __init__(
@@ -97,8 +96,7 @@ class ShardReader:
     def _units(self, start: int, end: int, poll: Poll) -> bytes:
         """Bytes behind the preamble: from the store's file, else from memory."""
         state = self._state
-        parts = list(spans(state.shard, start, end))
-        units = sorted({part.unit for part in parts})
+        units = state.cutter.cut(start, end - start).units
         data = self._from_file(units, start, end)
         if data is None and self._filler.trouble.usable():
             request = UnitRequest(self._filler, state, units, self._since, URGENT)
@@ -109,6 +107,7 @@ class ShardReader:
             else:
                 data = self._from_file(units, start, end)
         if data is None:
+            parts = spans(state.shard, units, start, end)
             data = b"".join(self._from_memory(part, poll) for part in parts)
         return data
 
@@ -121,7 +120,7 @@ class ShardReader:
         begin = part.start - unit.data.start
         return self._memory.read_data(self._state.index, part.unit, begin, length, poll)
 
-    def _from_file(self, units: list[int], start: int, end: int) -> bytes | None:
+    def _from_file(self, units: Sequence[int], start: int, end: int) -> bytes | None:
         """The bytes, if the store has all of these units in a file that can be read."""
         try:
             fd = self._descriptor(units)
@@ -129,7 +128,7 @@ class ShardReader:
         except OSError:
             return None
 
-    def _descriptor(self, units: list[int]) -> int:
+    def _descriptor(self, units: Sequence[int]) -> int:
         """A descriptor of a file that holds all of these units, or -1."""
         state = self._state
         with self._lock:

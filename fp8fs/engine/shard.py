@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
-from fp8fs.core.layout import Plan, ViewShard
+from fp8fs.core.layout import Cutter, Plan, ViewShard
 from fp8fs.engine.matrix import item_bytes, source_bytes, view_bytes
 from fp8fs.engine.once import fresh
 from fp8fs.errors import Fp8fsError
@@ -118,6 +119,7 @@ class ShardState:
     ``made[u]`` is 1 once unit u's bytes can be read from the partial. ``busy``: claims in work in this process;
     ``elsewhere``: claim -> time before which its lease, held by another process, is not tried again.
     ``object``: the sealed file; ``linked``: it is in the mount's tree too. ``users``: tasks that use the partial.
+    ``suspect``: the store failed while it was used, so it is opened anew before it is written again.
     """
 
     def __init__(self, plan: Plan, index: int) -> None:
@@ -139,9 +141,15 @@ class ShardState:
         self.linked = False
         self.linking = False
         self.users = 0
+        self.suspect = False
         self.lost = 0
         self.counted = bytearray(len(self.shard.units))
         self._failures: dict[int, tuple[int, Fp8fsError]] = {}
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Which units a read touches."""
+        return Cutter(self.shard)
 
     def opened(self, plan: Plan, partial: Partial) -> None:
         """A partial is there: its finished units count as made."""
@@ -153,7 +161,8 @@ class ShardState:
                 self.claim_of[unit] = claim
         self.made = bytearray(len(self.shard.units))
         self.unmade = len(self.shard.units)
-        self.busy, self.elsewhere, self.sealing = set(), {}, False
+        self.busy, self.elsewhere = set(), {}
+        self.sealing = self.suspect = False
         self.generation += 1
         self.phase = Phase.OPEN
         self.mark_made(partial.records)
@@ -169,6 +178,7 @@ class ShardState:
     def reset(self) -> Partial | None:
         """Start over. Returns the partial to be closed."""
         partial, self.partial = self.partial, None
+        self.suspect = False
         self.phase = Phase.COLD
         self.generation += 1
         return partial

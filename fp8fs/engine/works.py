@@ -51,6 +51,12 @@ class _ShardWork(Work):
             return self._step(partial(self._filler.open_partial, state))
         if state.phase is not Phase.OPEN:
             return None
+        if state.suspect:
+            if state.users:
+                return None
+            stale = state.reset()
+            state.phase = Phase.OPENING
+            return self._step(partial(self._filler.reopen, state, stale))
         return self._next_claim() or self._after_claims()
 
     def abandon(self) -> None:
