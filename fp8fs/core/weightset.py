@@ -82,7 +82,7 @@ def weight_sets(
             continue
         folder, name = folder_of(path), name_of(path)
         folders.setdefault(folder, []).append(name)
-        if name.endswith(_SUFFIX) or is_index_name(name):
+        if name.endswith(_SUFFIX) or (path in texts and is_index_name(name)):
             with_weights.add(folder)
     if not with_weights:
         raise _nothing(entries)

@@ -299,6 +299,7 @@ def test_an_index_without_any_file_is_refused():
     """An index alone is an unfinished download."""
     assert "which is missing" in Tree().index(INDEX, a=S1).refusal()
     assert "names no shard" in Tree().index(INDEX).refusal()
+    assert "it holds model" in Tree().add(INDEX, kind="link", link="nowhere").refusal()
 
 
 def test_a_numbered_set_must_be_complete():
