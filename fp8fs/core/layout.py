@@ -45,7 +45,14 @@ from fp8fs.core.recipe import (
     shown,
 )
 from fp8fs.core.selection import check_patterns, select
-from fp8fs.core.texts import ignored_modules, index_path, scheme_warning, view_config, view_index
+from fp8fs.core.texts import (
+    fused_block_warning,
+    ignored_modules,
+    index_path,
+    scheme_warning,
+    view_config,
+    view_index,
+)
 from fp8fs.core.view_names import ViewNames, join_names
 from fp8fs.errors import SourceInvalidError, UsageError
 
@@ -87,6 +94,10 @@ def plan(
     return _Planner(
         checkpoint, recipe, quantizer_version, owner or ROOT, fusions, view_names or {}
     ).plan()
+
+
+RESERVED = ".fp8fs"
+"""The view's own folder: one of that name in SRC (a store's tree, a copy of one) is not shown."""
 
 
 class _Draft(msgspec.Struct):
@@ -190,9 +201,9 @@ class _Planner:
         self.schemes[component.path] = scheme
         self.order[component.path] = tuple(range(first_draft, len(self.drafts)))
         self._write_texts(component, tensors, scheme)
-        warning = scheme_warning(component, scheme)
-        if warning:
-            self.warnings.append(f"{shown(component)}: {warning}")
+        for warning in (scheme_warning(component, scheme), fused_block_warning(tensors, scheme)):
+            if warning:
+                self.warnings.append(f"{shown(component)}: {warning}")
 
     def _report(self, component: Component, decisions: Iterable[Decision], scheme: str) -> None:
         """Add the rows of ``fp8fs plan`` for every tensor of the component."""
@@ -389,6 +400,8 @@ class _Planner:
         entries: dict[str, ViewEntry] = {}
         for path in sorted({*self.checkpoint.entries, *made} - hidden):
             source = self.checkpoint.entries.get(path)
+            if path == RESERVED or path.startswith(f"{RESERVED}/"):
+                continue
             if path in made or source is None:
                 entries[path] = made[path]
             elif source.kind == "other":

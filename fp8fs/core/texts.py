@@ -10,8 +10,10 @@ from fp8fs.core.checkpoint import Component
 from fp8fs.core.index import encode_index, parse_index
 from fp8fs.core.json_text import set_key
 from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
+from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 
 __all__ = [
+    "fused_block_warning",
     "ignored_modules",
     "index_path",
     "scheme_warning",
@@ -33,6 +35,27 @@ def scheme_warning(component: Component, scheme: str) -> str:
     if component.kind == "transformers" and scheme == "per_tensor":
         return "transformers ignores per_tensor scales without a word; vLLM and SGLang read them"
     return ""
+
+
+def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> str:
+    """Groups that cannot be joined block by block, or "": a part's last blocks would reach into the next part.
+
+    Source: vLLM 0.32 ``validate_fp8_block_shape`` raises for such parts of a merged layer.
+    """
+    if scheme not in BLOCK_SCHEMES:
+        return ""
+    uneven = {
+        tensor.group
+        for tensors in shards
+        for tensor in tensors
+        if tensor.quantize and tensor.group and tensor.shape[0] % BLOCK[0]
+    }
+    if not uneven:
+        return ""
+    return (
+        f"{len(uneven)} fused layers have parts whose rows are no multiple of {BLOCK[0]} ({min(uneven)}): "
+        "vLLM may refuse to join their blocks; per_channel and per_tensor have no such limit"
+    )
 
 
 def index_path(component: Component) -> str:

@@ -178,9 +178,11 @@ def test_cut_equals_looking_at_every_byte(
 ) -> None:
     """A cut names exactly the units that own a byte of the read, and the preamble if it is touched."""
     shard = data.draw(st.sampled_from(planned(shapes, texts, scheme).shards))
-    near = st.integers(max(0, len(shard.preamble) - 40), shard.size + 20)
-    offset = data.draw(st.one_of(near, st.integers(0, shard.size)))
-    length = data.draw(st.one_of(st.integers(0, 40), st.integers(0, shard.size + 20)))
+    edges = sorted({0, len(shard.preamble), shard.size, *(u.data.start for u in shard.units)})
+    edges += [u.scale.start for u in shard.units if u.scale is not None]
+    edge = st.builds(lambda at, by: max(0, at + by), st.sampled_from(edges), st.integers(-1, 1))
+    offset = data.draw(edge)
+    length = max(0, data.draw(edge) - offset)
     touched = set()
     for i, unit in enumerate(shard.units):
         for extent in (unit.data, unit.scale):

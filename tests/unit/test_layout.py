@@ -9,6 +9,7 @@ import pytest
 
 from fp8fs.core.attributes import Owner
 from fp8fs.core.header import parse_header
+from fp8fs.core.identity import group_id
 from fp8fs.core.layout import Plan, ViewShard, plan
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import SourceInvalidError, UsageError
@@ -201,6 +202,16 @@ def index_of(shapes: Mapping[str, Shapes]) -> dict[str, object]:
     }
 
 
+def test_a_group_key_has_no_order() -> None:
+    """Members of a group give one key in whatever order and under whatever names they are listed."""
+    planned = split()
+    units = [planned.shards[s].units[u] for s, u in planned.groups[0].members]
+    renamed = [type(u)("x", *(getattr(u, f) for f in u.__struct_fields__[1:])) for u in units]
+    keys = {group_id(order, planned.source_identities) for order in (units, renamed[::-1])}
+    assert keys == {planned.groups[0].id}
+    assert group_id(units[:2], planned.source_identities) not in keys
+
+
 # -- attributes and keys ---------------------------------------------------------------------------
 
 
@@ -296,6 +307,19 @@ def test_scheme_and_quantizer_are_in_the_key(scheme: str) -> None:
     assert newer.plan_id != base.plan_id
 
 
+def test_the_order_of_components_does_not_matter() -> None:
+    """Components listed in another order give the same plan, indices included."""
+    folders = ("transformer", "transformer_2", "text_encoder")
+    shapes = {f"{folder}/m.safetensors": linears("layers.0.fc") for folder in folders}
+    texts = {f"{folder}/config.json": DIFFUSERS["config.json"] for folder in folders}
+    plans = [
+        make_plan(checkpoint(shapes, texts, reverse=reverse), components=folders)
+        for reverse in (False, True)
+    ]
+    assert plans[0] == plans[1]
+    assert len(plans[0].shards) == 3
+
+
 def test_the_config_is_in_the_plan_id() -> None:
     """A changed passed-through JSON of the same size gives another view."""
     shapes = {ONE: linears("layers.0.fc")}
@@ -366,6 +390,24 @@ def test_other_files_are_as_in_the_source() -> None:
     assert (planned.entries["old"].kind, planned.entries["old"].link) == ("link", "../gone")
     assert "pipe" not in planned.entries
     assert planned.warnings == ("pipe: a FIFO, socket or device, not shown",)
+
+
+def test_the_reserved_folder_is_not_the_sources() -> None:
+    """A .fp8fs folder in SRC is not shown: that name is the view's own."""
+    extra = {".fp8fs/manifest.json": "file", ".fp8fs2": "file"}
+    planned = make_plan(checkpoint({ONE: linears("layers.0.fc")}, extra=extra))
+    assert list(planned.entries) == [".fp8fs2", "config.json", ONE]
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(128, False), (144, True)])
+def test_fused_parts_of_uneven_blocks_are_named(rows: int, warned: bool) -> None:
+    """With a block scheme, a fused layer whose parts end within a block is warned about, by name."""
+    source = checkpoint({ONE: linears(Q, K, V, "layers.0.o", shape=(rows, 64))})
+    warnings = make_plan(source, scheme="block").warnings
+    assert [("1 fused layers" in w and "layers.0.attn.qkv_proj" in w) for w in warnings] == (
+        [True] if warned else []
+    )
+    assert make_plan(source).warnings == ()
 
 
 def test_competing_weight_sets_are_hidden() -> None:
