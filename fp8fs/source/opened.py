@@ -80,7 +80,8 @@ class Source:
     ) -> Self:
         """Scan, read headers and JSONs, check, fingerprint.
 
-        *hints*: what ``hints()`` gave at the last mount. *adopted*: identity -> the older identity proved equal.
+        *hints*: what ``hints()`` gave at the last mount. *adopted*: identity -> the older identity proved equal; only
+        asked by key, so it may look things up when asked.
         Raises: SourceInvalidError, one sentence; SourceChangedError if SRC is written at this moment.
         """
         location = locate(os.fspath(path))
@@ -97,7 +98,9 @@ class Source:
             settled[shard] = settle_hint((hints or {}).get(shard), hint)
             salted = identity(read[shard].fingerprint, settled[shard].salt)
             shards[shard] = SourceShard(
-                entries[shard], read[shard].header, resolve(salted, adopted or {})
+                entries[shard],
+                read[shard].header,
+                resolve(salted, adopted if adopted is not None else {}),
             )
         pipeline = "model_index.json" in texts
         return cls(

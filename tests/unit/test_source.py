@@ -263,6 +263,17 @@ def test_adopted_identities_are_used(llama):
     assert adopted.checkpoint.shards[SHARD].identity == "older"
 
 
+def test_adopted_identities_may_be_looked_up_when_asked(llama):
+    """A mapping that looks empty but answers is asked."""
+
+    class Lazy(dict[str, str]):
+        def get(self, key, default=None):
+            return default if key == "older" else "older"
+
+    adopted = Source.open(llama, adopted=Lazy())
+    assert adopted.checkpoint.shards[SHARD].identity == "older"
+
+
 def test_the_hints_key_is_local_to_the_place(llama, tmp_path):
     """Two ways to one folder share the key, two folders do not."""
     (tmp_path / "way").symlink_to(llama)
