@@ -48,9 +48,12 @@ class Deadline:
     def __init__(self, timeout_s: float | None) -> None:
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
 
+    def is_over(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
     def check(self, what: str, holder: Callable[[], str]) -> None:
         """Raises: StoreBusyError, naming the holder, if the time is over."""
-        if self._end is not None and time.monotonic() >= self._end:
+        if self.is_over():
             who = holder()
             by = f" by {who}" if who else ""
             raise StoreBusyError(f"{what} is held{by}", hint="try again later", holder=who)
@@ -189,7 +192,8 @@ class Claims:
                 if not blocked:
                     self._held.add(key)
                     return
-                self._changed.wait(_LONGEST_PAUSE_S)
+                if not deadline.is_over():
+                    self._changed.wait(_LONGEST_PAUSE_S)
             poll()
             deadline.check(what, _me)
 

@@ -328,21 +328,24 @@ def open_partial(
     """The partial of a shard, created or joined, recovered if we are alone. Raises: Published; LocksUnavailable never."""
     deadline = Deadline(timeout_s)
     path = places.partial(spec.object_id)
-    while True:
-        try:
-            return _try_open(io, places, objects, spec, spans, path, poll, deadline, private=False)
-        except FileNotFoundError:
-            create(io, places, spec, path)
-        except _Stale:
-            pass
-        except LocksUnavailable as err:
-            log.warning("store: no locks here (%s); working in private", err)
-            mine = places.partials / temporary_name(spec.object_id)
-            create(io, places, spec, mine)
-            return _try_open(io, places, objects, spec, spans, mine, poll, deadline, private=True)
-        poll()
-        deadline.check(f"shard {spec.object_id}", str)
-        time.sleep(0.002)
+    try:
+        while True:
+            try:
+                return _try_open(
+                    io, places, objects, spec, spans, path, poll, deadline, private=False
+                )
+            except FileNotFoundError:
+                create(io, places, spec, path, shared=True)
+            except _Stale:
+                pass
+            poll()
+            deadline.check(f"shard {spec.object_id}", str)
+            time.sleep(0.002)
+    except LocksUnavailable as err:
+        log.warning("the store has no locks here (%s); working in private", err)
+    path = places.partials / temporary_name(spec.object_id)
+    create(io, places, spec, path, shared=False)
+    return _try_open(io, places, objects, spec, spans, path, poll, deadline, private=True)
 
 
 class _Stale(Exception):  # noqa: N818 - an answer, not an error

@@ -104,8 +104,9 @@ def _make(io: FsIo, places: Places) -> None:
 
 
 def _ensure(io: FsIo, path: Path) -> None:
-    with suppress(FileExistsError):
-        io.mkdir(path)
+    if not os.path.lexists(path):
+        with suppress(FileExistsError):
+            io.mkdir(path)
 
 
 def _check(io: FsIo, path: Path) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.guard import closing_fd, remove_tree, replace_file, temporary_name
 from fp8fs.store.journal import Journal, encode_journal, head_line
-from fp8fs.store.lease import PRESENCE
+from fp8fs.store.lease import PRESENCE, Claims, LocksUnavailable
 from fp8fs.store.places import Places
 from fp8fs.store.readback import holds
 from fp8fs.store.types import Poll, ShardSpec, UnitSpan
@@ -38,24 +38,28 @@ def open_data(io: FsIo, path: Path, dir_fd: int) -> int:
         return io.open("data", os.O_RDWR, dir_fd=dir_fd)
 
 
-def create(io: FsIo, places: Places, spec: ShardSpec, path: Path) -> None:
-    """A directory with an empty partial exists at *path*: ours, or one that somebody else made meanwhile."""
+def create(io: FsIo, places: Places, spec: ShardSpec, path: Path, *, shared: bool) -> None:
+    """A directory with an empty partial exists at *path*: ours, or one that somebody else made meanwhile.
+
+    Raises: LocksUnavailable if it is to be *shared* and cannot be; then nothing is left of it.
+    """
     staged = places.tmp / temporary_name(spec.object_id)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
         io.mkdir(staged)
-        with closing_fd(io, io.open(staged / "lock", flags)):
-            pass
+        with closing_fd(io, io.open(staged / "lock", flags)) as fd:
+            if shared:
+                Claims(io, fd).try_presence(exclusive=True)
         with closing_fd(io, io.open(staged / "data", flags)) as fd:
             io.ftruncate(fd, spec.size)
             io.pwrite(fd, spec.preamble, 0)
         with closing_fd(io, io.open(staged / "journal", flags)) as fd:
             io.pwrite(fd, head_line(spec), 0)
         io.rename(staged, path)
-    except OSError as err:
+    except (OSError, LocksUnavailable) as err:
         with suppress(OSError):
             remove_tree(io, staged)
-        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if not (isinstance(err, OSError) and err.errno in (errno.ENOTEMPTY, errno.EEXIST)):
             raise
 
 
