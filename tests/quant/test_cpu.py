@@ -1,0 +1,179 @@
+"""The CPU quantizer's footprint: what it imports, what it keeps on disk, how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8fs.quant import kernel_cache, kernels, reference
+from fp8fs.quant.cpu import CpuQuantizer
+from tests.quant.weights import normal
+
+
+def in_process(code: str, **environment: str) -> dict[str, object]:
+    """The JSON object that *code* prints, run in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def test_imports_are_late() -> None:
+    """Importing the package or the CPU quantizer loads no numba and no torch; the package no numpy."""
+    found = in_process(
+        "import json, sys\n"
+        "seen = lambda: [m for m in ('numpy', 'numba', 'torch') if m in sys.modules]\n"
+        "import fp8fs.quant\n"
+        "fp8fs.quant.quantizer_factory('cpu')\n"
+        "package = seen()\n"
+        "quantizer = fp8fs.quant.make_quantizer('cpu')\n"
+        "print(json.dumps({'package': package, 'made': seen()}))\n"
+    )
+    assert found == {"package": [], "made": ["numpy"]}
+
+
+def test_cold_start_is_small(tmp_path: Path) -> None:
+    """Compiling every kernel for every dtype, nothing cached, stays under 300 MB and loads no torch."""
+    # VmHWM: ru_maxrss would be the larger of this and what the process that starts it has.
+    found = in_process(
+        "import json, re, sys\n"
+        "from fp8fs.quant.cpu import CpuQuantizer\n"
+        "CpuQuantizer().warm(('BF16', 'F16', 'F32'))\n"
+        "peak = re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]\n"
+        "print(json.dumps({'peak_kib': int(peak), 'torch': 'torch' in sys.modules}))\n",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert found["torch"] is False
+    assert 20_000 < int(str(found["peak_kib"])) < 300 * 1024
+    assert list((tmp_path / "fp8fs" / "kernels").rglob("*.nbi"))
+
+
+def test_kernels_release_the_gil() -> None:
+    """Every kernel is compiled to run without the GIL, and with IEEE arithmetic."""
+    for name in kernels.KERNELS:
+        options = kernels.build(name, cached=False).targetoptions
+        assert options["nogil"] is True
+        assert not options.get("fastmath", False)
+
+
+def quantized(quantizer: CpuQuantizer) -> bytes:
+    weight = normal(1, "BF16", 4, 64)
+    data, scale = bytearray(weight.size), bytearray(16)
+    quantizer.quantize_rows(weight.tobytes(), "BF16", 4, data, scale)
+    assert bytes(data) == reference.per_channel(weight).data.tobytes()
+    return bytes(data)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_cache_is_used(tmp_path: Path) -> None:
+    """A second quantizer loads what the first compiled, and writes nothing."""
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    before = [(path, path.stat().st_mtime_ns) for path in files(tmp_path)]
+    assert any(path.suffix == ".nbc" for path, _ in before)
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    assert [(path, path.stat().st_mtime_ns) for path in files(tmp_path)] == before
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "scribbled"])
+def test_damaged_cache_is_compiled_again(tmp_path: Path, suffix: str, damage: str) -> None:
+    """Cache files that a crash left empty, short or overwritten cost a compilation, no more."""
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    for path in files(tmp_path):
+        if path.suffix == suffix:
+            whole = path.read_bytes()
+            bad = {"empty": b"", "cut": whole[: len(whole) // 2], "scribbled": b"?" * len(whole)}
+            path.write_bytes(bad[damage])
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+
+
+def test_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    """Kernels work without a cache where the directory or a parent of it is writable by others."""
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    quantized(CpuQuantizer(open_to_all))
+    quantized(CpuQuantizer(open_to_all / "below"))
+    assert not files(open_to_all)
+
+
+def test_private_directory(tmp_path: Path) -> None:
+    """Made with mode 0700; a link resolves; a file, a foreign owner or a lax mode is refused."""
+    made = kernel_cache.private_directory(tmp_path / "a" / "b")
+    assert made is not None
+    assert made.stat().st_mode & 0o777 == 0o700
+    link = tmp_path / "link"
+    link.symlink_to(made)
+    assert kernel_cache.private_directory(link) == made
+    (tmp_path / "file").write_bytes(b"")
+    assert kernel_cache.private_directory(tmp_path / "file") is None
+    made.chmod(0o770)
+    assert kernel_cache.private_directory(made) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_foreign_directory_is_not_private(tmp_path: Path) -> None:
+    """A directory of another user is refused, and so is ours below it."""
+    theirs = tmp_path / "theirs"
+    ours = theirs / "ours"
+    ours.mkdir(parents=True, mode=0o700)
+    assert kernel_cache.private_directory(ours) is not None
+    os.chown(theirs, 12345, -1)
+    assert kernel_cache.private_directory(theirs) is None
+    assert kernel_cache.private_directory(ours) is None
+    shutil.rmtree(theirs)
+
+
+def test_default_directory_follows_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default directory lies in the user's cache and differs when the kernels' source does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    first = kernel_cache.default_directory()
+    assert first.parent == Path("/somewhere/fp8fs/kernels")
+    monkeypatch.setattr(kernel_cache, "__file__", str(Path(__file__).parent / "x.py"))
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"other source")
+    assert kernel_cache.default_directory() != first
+
+
+MISFITS = {
+    "half an element": lambda q: q.amax(bytes(3), "BF16"),
+    "no source dtype": lambda q: q.amax(bytes(8), "F64"),
+    "data too small": lambda q: q.cast_tensor(bytes(8), "BF16", 1.0, bytearray(3)),
+    "data read-only": lambda q: q.cast_tensor(bytes(8), "BF16", 1.0, bytes(4)),
+    "scale zero": lambda q: q.cast_tensor(bytes(8), "BF16", 0.0, bytearray(4)),
+    "scale NaN": lambda q: q.cast_tensor(bytes(8), "BF16", float("nan"), bytearray(4)),
+    "ragged rows": lambda q: q.amax_rows(bytes(8), "BF16", 3, bytearray(12)),
+    "scales too small": lambda q: q.quantize_rows(bytes(8), "BF16", 2, bytearray(4), bytearray(4)),
+    "infinite maximum": lambda q: q.cast_rows(
+        bytes(8), "BF16", 1, np.float32(np.inf).tobytes(), bytearray(4), bytearray(4)
+    ),
+    "other shape": lambda q: q.quantize_blocks(
+        bytes(8), "BF16", 2, 3, bytearray(4), bytearray(4), pow2=True
+    ),
+    "scales too large": lambda q: q.quantize_blocks(
+        bytes(8), "BF16", 2, 2, bytearray(4), bytearray(8), pow2=True
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", sorted(MISFITS))
+def test_wrong_buffers_are_refused(misfit: str) -> None:
+    """Sizes, dtypes and scales that do not fit are a ValueError before any memory is touched."""
+    with pytest.raises(ValueError, match=r".+"):
+        MISFITS[misfit](CpuQuantizer())
