@@ -11,6 +11,7 @@ from fp8fs.core.index import encode_index, parse_index
 from fp8fs.core.json_text import set_key
 from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
+from fp8fs.errors import SourceInvalidError
 
 __all__ = [
     "fused_block_warning",
@@ -71,7 +72,10 @@ def index_path(component: Component) -> str:
 def view_index(
     component: Component, source: bytes | None, shards: Sequence[Sequence[ViewTensor]], scheme: str
 ) -> bytes:
-    """The index of the view's tensors: scales added, ``total_size`` right, other metadata as in *source*."""
+    """The index of the view's tensors: scales added, ``total_size`` right, other metadata as in *source*.
+
+    Raises: SourceInvalidError for a shard that JSON cannot name.
+    """
     metadata = parse_index(source, component.index_path).metadata if source is not None else {}
     prefix = len(_below(component, ""))
     weight_map: dict[str, str] = {}
@@ -86,7 +90,13 @@ def view_index(
                 total += rows * cols + scale_bytes(scheme, rows, cols)
             else:
                 total += tensor.nbytes
-    return encode_index(metadata, weight_map, total)
+    try:
+        return encode_index(metadata, weight_map, total)
+    except UnicodeEncodeError as err:
+        odd = err.object.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        raise SourceInvalidError(
+            f'the name "{odd}" is not UTF-8, so no index can hold it', hint="rename the file"
+        ) from err
 
 
 def view_config(component: Component, source: bytes, ignored: Iterable[str], scheme: str) -> bytes:

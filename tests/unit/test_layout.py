@@ -370,6 +370,14 @@ def test_a_missing_index_is_made() -> None:
     assert list(planned.entries) == sorted(planned.entries)
 
 
+def test_a_name_that_no_index_can_hold_is_refused() -> None:
+    """Shards whose names are not UTF-8 are one clear error where an index would have to name them."""
+    files = [f"m\udcff-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    source = checkpoint({files[0]: linears("layers.0.fc"), files[1]: linears("layers.1.fc")})
+    with pytest.raises(SourceInvalidError, match="not UTF-8"):
+        make_plan(source)
+
+
 def test_a_single_file_needs_no_index() -> None:
     """One shard without an index stays without one."""
     planned = make_plan(checkpoint({ONE: linears("layers.0.fc")}))
