@@ -112,12 +112,16 @@ def serve(served: Served, spec: MountSpec, *, bound: bool, ready: Callable[[Moun
     except BaseException:
         _stop(served, spec, fuse)
         raise
-    ready(mounted)
     log.info("serving %s from %s (pid %d)", spec.dst, spec.src, os.getpid())
+    ready(mounted)
     events.wait(stops)
     if _END not in events.seen:
         names = [number.name for number in _STOPPING if number in events.seen]
         log.info("%s: unmounting %s", ", ".join(names), spec.dst)
+    for (
+        number
+    ) in _STOPPING:  # whoever unmounted sends one to hurry us: it must not change the exit code
+        signal.signal(number, signal.SIG_IGN)
     _stop(served, spec, fuse)
     _forget(spec)
     if fuse.is_alive():
