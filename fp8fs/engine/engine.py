@@ -205,10 +205,10 @@ class Engine:
             if fill is not None and not fill.finished and not fill.outcome.done:
                 self._pool.promote(fill, DEMAND)
                 return fill
-            return self._add_fill(shard, DEMAND)
+            return self._add_fill(Fill(self._filler, self._state(shard), DEMAND))
 
-    def _add_fill(self, shard: int, priority: int) -> Fill:
-        fill = self._fills[shard] = Fill(self._filler, self._state(shard), priority)
+    def _add_fill(self, fill: Fill) -> Fill:
+        self._fills[fill.state.index] = fill
         self._pool.add(fill)
         return fill
 
@@ -230,14 +230,18 @@ class Engine:
                     del self._fills[other]
             for other in ahead:
                 if other not in self._fills and self._state(other).object is None:
-                    self._add_fill(other, AHEAD)
+                    fill = Fill(self._filler, self._state(other), AHEAD)
+                    if (
+                        not self._trouble.reason
+                    ):  # asked after the fill has noted the failures so far
+                        self._add_fill(fill)
 
     def _seal_later(self, state: ShardState) -> None:
         """Every unit is made by reads alone: seal the shard when there is time."""
         with self._pool.changed:
             fill = self._fills.get(state.index)
             if fill is None or fill.finished or fill.outcome.done:
-                self._add_fill(state.index, AHEAD)
+                self._add_fill(Fill(self._filler, state, AHEAD))
 
     def _request(self, request: UnitRequest, poll: Poll) -> None:
         self._pool.add(request)

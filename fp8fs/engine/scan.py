@@ -53,7 +53,7 @@ def scan(
 ) -> list[NonFinite]:
     """Read every weight that is to be quantized once; list those that hold NaN or Inf, in plan order.
 
-    *progress*: called about every 0.1 s on this thread with (source bytes read, source bytes in all); it may raise.
+    *progress*: called about every 0.1 s and at the end, on this thread, with (source bytes read, source bytes in all); it may raise.
     Raises: SourceChangedError, SourceInvalidError, DeviceError.
     """
     count = workers or default_workers()
@@ -71,8 +71,10 @@ def scan(
         for thread in threads:
             while thread.is_alive():
                 thread.join(POLL_S)
-                if progress is not None:
+                if progress is not None and thread.is_alive():
                     progress(job.done_bytes, job.total_bytes)
+        if progress is not None:
+            progress(job.done_bytes, job.total_bytes)
     finally:
         job.stop = True
         for thread in threads:
