@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8fs.errors import FuseMissingError, MountError
 
-__all__ = ["LibFuse", "check_fuse", "load_libfuse"]
+__all__ = ["LibFuse", "check_fuse", "check_request_timeouts", "find_libfuse", "load_libfuse"]
 
 DEVICE = "/dev/fuse"
 _REMEDY = "apt-get install fuse3"

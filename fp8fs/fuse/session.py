@@ -9,6 +9,7 @@ is done by a third, short-lived process (``fp8fs.fuse.binds``).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,10 +25,10 @@ from typing import IO, Any
 import msgspec
 from platformdirs import user_state_path
 
-from fp8fs.errors import MountError, NotMountedError
+from fp8fs.errors import MountError, MountPointError, NotMountedError
 from fp8fs.fuse.checks import check_choices, check_places, ensure_directory
 from fp8fs.fuse.libfuse import check_fuse
-from fp8fs.fuse.mountinfo import read_mountinfo, resolve
+from fp8fs.fuse.mountinfo import FSTYPE, find, read_mountinfo, resolve
 from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
 from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
 
@@ -161,7 +162,9 @@ def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
             "--allow-other without root serves inline: others may not follow links into your store",
         )
     created = ensure_directory(dst, read_mountinfo())
+    reserved = -1
     try:
+        reserved = _reserve(dst)
         yield msgspec.structs.replace(
             spec,
             src=src,
@@ -177,6 +180,24 @@ def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
             with contextlib.suppress(OSError):
                 os.rmdir(dst)
         raise
+    finally:
+        if reserved >= 0:
+            os.close(reserved)
+
+
+def _reserve(dst: str) -> int:
+    """A lock on the directory below the coming mount, held while the descriptor is open: two mounts at once would pile up."""
+    descriptor = os.open(dst, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as err:
+        os.close(descriptor)
+        raise MountPointError(f"{dst} is being mounted by another process") from err
+    mount = find(dst, read_mountinfo())
+    if mount is not None and mount.fstype == FSTYPE:  # the other one was quicker
+        os.close(descriptor)
+        raise MountPointError(f"{dst} is already mounted, from {mount.source}")
+    return descriptor
 
 
 def _start(spec: MountSpec, stderr: int | IO[bytes]) -> tuple[subprocess.Popen[bytes], int]:

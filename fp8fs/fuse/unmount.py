@@ -81,18 +81,21 @@ def unmount(dst: str, *, lazy: bool = False, timeout_s: float = 5.0) -> UnmountR
 
 
 def clean_up_stale(dst: str) -> bool:
-    """No dead fp8fs mount is left at *dst* (the directory stays). True if there was one; a live one is left alone."""
+    """No dead fp8fs mount is left at *dst*, nor the directory if ``mount`` had made it. True if there was one; a live one is left alone."""
     found = False
     for _ in range(16):  # several may lie on one another
         mount = find(dst, read_mountinfo())
-        if mount is None or mount.fstype != FSTYPE or describe(mount).live:
+        if mount is None or mount.fstype != FSTYPE:
+            return found
+        known = describe(mount)
+        if known.live:
             return found
         if os.geteuid() not in (0, _owner(mount)):
             raise MountPointError(
                 f"{dst} holds a dead mount of uid {_owner(mount)}", hint="ask them, or root"
             )
         _detach_all(dst)
-        remove_state(dst, _owner(mount))
+        _tidy(known)
         found = True
     raise MountError(f"{dst}: dead mounts cannot be taken away")
 

@@ -155,6 +155,44 @@ def test_second_mount_is_refused(mount_fake: MountFake) -> None:
     assert session.find_mount(str(fake.dst)).pid == fake.mounted.pid
 
 
+def test_mounts_at_once(mount_fake: MountFake) -> None:
+    """Of several mounts started at the same moment on one directory exactly one wins; the others say so."""
+    fake = mount_fake()
+    session.unmount(str(fake.dst))
+    fake.dst.mkdir()
+    text = json.dumps(msgspec.to_builtins(spec_of(fake)))
+    racers = [python(RACER, text) for _ in range(4)]
+    answers = sorted(finish(racer) for racer in racers)
+    assert answers == ["MountPointError"] * 3 + ["mounted"]
+    assert fake.points().count(str(fake.dst)) == 1
+    session.unmount(str(fake.dst))
+    fake.dst.rmdir()
+
+
+RACER = """
+import json, sys, msgspec
+from fp8fs.fuse import session
+from fp8fs.errors import Fp8fsError
+try:
+    session.mount(msgspec.convert(json.loads(sys.argv[1]), session.MountSpec))
+    print("mounted")
+except Fp8fsError as err:
+    print(type(err).__name__)
+"""
+
+
+def test_read_ahead(mount_fake: MountFake, tmp_path: Path) -> None:
+    """Root asks for large requests where whole shards are made, and leaves the kernel's default where tensors are."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may")
+    found = []
+    for name, options in {"shard": {}, "tensor": {"serve": "inline", "grain": "tensor"}}.items():
+        fake = mount_fake(name, **options)
+        device = next(m.device for m in read_mountinfo() if m.point == str(fake.dst))
+        found.append(int(Path(f"/sys/class/bdi/{device}/read_ahead_kb").read_text()))
+    assert found == [1024, 128]
+
+
 def test_nothing_mounted(tmp_path: Path) -> None:
     """Unmounting or asking about what is no mount of ours is NotMountedError."""
     for path in (tmp_path, tmp_path / "missing", Path("/proc")):
@@ -200,6 +238,7 @@ def test_mount_over_a_dead_one(mount_fake: MountFake) -> None:
     with pytest.raises(NotMountedError):
         session.read_status(str(fake.dst))
     again = mount_fake()
+    assert again.mounted.created_dst  # as the dead one had
     assert len(again.points()) == len(set(again.points()))
     assert (again.dst / FIRST).read_bytes() == pattern(0, SIZES[FIRST])
     session.unmount(str(again.dst))
