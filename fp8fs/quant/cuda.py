@@ -2,8 +2,8 @@
 
 Every step is an elementwise float32 operation that IEEE defines, so the bytes are those of the
 reference on every device. Scales are computed on the host by the reference itself. Two traps are
-avoided: on CUDA torch divides by a Python number by multiplying with its reciprocal, and its
-float8 conversion gives NaN above 464, so values are clamped first.
+avoided: on CUDA torch divides by a Python number by multiplying with its reciprocal, and the float8
+conversion of older versions gives NaN above 464, so values are clamped first.
 """
 
 from __future__ import annotations

@@ -201,6 +201,15 @@ def test_nonfinite(quantizer: Quantizer, dtype: str, bad: float) -> None:
             assert caught.value.facts["index"] == at
 
 
+def test_nonfinite_far_out(quantizer: Quantizer) -> None:
+    """The index is right in tiles of millions of elements too."""
+    weight = np.zeros(3_000_000, dtype=np.uint16)
+    weight[2_500_000:] = 0x7FC0
+    with pytest.raises(NonFiniteTensorError) as caught:
+        quantizer.amax(memoryview(weight), "BF16")
+    assert caught.value.facts["index"] == 2_500_000
+
+
 def test_sources_without_alignment(quantizer: Quantizer) -> None:
     """A source at an odd address, read-only or not, is read all the same."""
     weight = normal(8, "F32", 16, 64)
