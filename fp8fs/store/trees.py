@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,7 +42,6 @@ REFERENCES = "objects"
 
 _COMPARE_BYTES = 1 << 20
 _NO_LINK = {errno.EMLINK, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
-_OBJECT_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,199}")
 
 
 class _Complete(msgspec.Struct):
@@ -100,8 +98,7 @@ class Tree:
             known = read_references(self._io, self.path)
             wanted = known | set(object_ids)
             if wanted != known:
-                text = "".join(f"{object_id}\n" for object_id in sorted(wanted))
-                self._write_private(REFERENCES, text.encode())
+                self._write_private(REFERENCES, encode_checked(sorted(wanted)), durable=True)
 
     # -- content --------------------------------------------------------------------------
 
@@ -416,7 +413,10 @@ class Tree:
 
 
 def read_references(io: FsIo, tree: Path) -> frozenset[str]:
-    """Ids of the objects that a tree has said it needs."""
-    data = read_small(io, tree / PRIVATE / REFERENCES) or b""
-    lines = data.decode("utf-8", "replace").splitlines()
-    return frozenset(line for line in lines if _OBJECT_ID.fullmatch(line))
+    """Ids of the objects that a tree has said it needs; none if the list is missing or damaged."""
+    data = read_small(io, tree / PRIVATE / REFERENCES)
+    value = decode_checked(data) if data is not None else None
+    if value is not None:
+        with suppress(msgspec.MsgspecError, RecursionError):
+            return msgspec.json.decode(value, type=frozenset[str])
+    return frozenset()

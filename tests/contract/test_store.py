@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -467,7 +468,7 @@ def test_a_claim_is_exclusive_and_names_its_holder(store: Store) -> None:
             second.claim(2, poll=lambda: polls.append(time.monotonic()), timeout_s=0.4),
         ):
             pass
-        gaps = [b - a for a, b in zip(polls, polls[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(polls)]
         assert len(polls) >= 5
         assert max(gaps) < 0.2
         with second.claim(1, timeout_s=1):
@@ -477,19 +478,19 @@ def test_a_claim_is_exclusive_and_names_its_holder(store: Store) -> None:
 def test_waiting_ends_when_poll_raises(store: Store) -> None:
     """A waiter whose poll raises leaves at once and holds nothing, in front of threads and of other partials."""
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def stop() -> None:
-        raise Stop
+        raise StopError
 
     toy = Toy()
     with toy.open(store) as first, toy.open(store) as second:
         with first.claim(0):
             for partial in (first, second):
-                with pytest.raises(Stop), partial.claim(0, poll=stop):
+                with pytest.raises(StopError), partial.claim(0, poll=stop):
                     pass
-                with pytest.raises(Stop):
+                with pytest.raises(StopError):
                     partial.seal({}, poll=stop)
         with second.claim(0, timeout_s=1):
             pass
@@ -528,7 +529,8 @@ def test_without_locks_everybody_works_in_private(root: Path) -> None:
         assert path.stat().st_ino == inode
     assert path.read_bytes() == toy.whole()
     assert os.listdir(root / "v1" / "partial") == []
-    toy.finished(store, [])
+    Toy("ffff").finished(store, [0])
+    assert os.listdir(root / "v1" / "partial") == []
     with store.group_amax("g") as slot:
         slot.put(2.0)
     with store.group_amax("g") as slot:

@@ -1,0 +1,186 @@
+"""Fail the n-th system call, n = 1, 2, ... until a run is clean: what is there afterwards is whole, or is made again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fp8fs.errors import StoreError
+from fp8fs.store.fsio import FsIo
+from fp8fs.store.store import Published, Store
+from tests.crash.faults import FaultyIo, HalvingIo, PowerCut, PowerLossIo
+from tests.storing import Toy, snapshot
+
+TOY = Toy("ab12cd", count=3)
+SCAN = {"keep": ["a"]}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Thousands of injected faults would be logged; only what is wrong afterwards matters."""
+    caplog.set_level(logging.CRITICAL, logger="fp8fs")
+
+
+@pytest.fixture
+def room() -> Iterator[Path]:
+    """A directory in memory where there is one: these tests make thousands of stores."""
+    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=where) as folder:
+        yield Path(folder)
+
+
+def finish_tree(store: Store, sealed: Path) -> None:
+    tree = store.tree("plan1")
+    tree.refer([sealed.stem])
+    tree.ensure_dir("", mode=0o755, mtime_ns=10**18)
+    tree.ensure_dir("d", mode=0o750)
+    tree.write_text("config.json", b"{}", mode=0o644, mtime_ns=10**18)
+    with sealed.open("rb") as file:
+        tree.copy_file("d/copy", file.fileno(), 5000, mode=0o600)
+    tree.link_object("m.safetensors", sealed)
+    tree.link_source("d/link", "/src/x")
+    tree.write_manifest(b"{}")
+    tree.complete()
+
+
+def work(root: Path, io: FsIo) -> None:
+    """Everything that a store is used for, with an interruption in the middle of the shard. Raises: StoreError."""
+    store = Store.open(root, io=io)
+    with store.pin("plan1"):
+        with suppress(Published):
+            TOY.finished(store, [0, 1])
+        with store.group_amax("g") as slot:
+            if slot.value is None:
+                slot.put(1.5)
+        sealed, _ = TOY.build(store)
+        finish_tree(store, sealed)
+        store.write_scan("k", SCAN)
+    store.set_aside(TOY.spec.object_id, "test")
+    sealed, _ = TOY.build(store)
+    finish_tree(store, sealed)
+    store.remove_tree("plan0")
+    store.collect(grace_s=0)
+
+
+def check(root: Path, reference: dict[str, bytes | str]) -> None:
+    """The store is sound: each thing whole or absent, and everything can be finished now."""
+    store = Store.open(root)
+    assert store.writable
+    found = store.find_object(TOY.spec)
+    if found is not None:
+        assert found.read_bytes() == TOY.whole()
+        assert store.verify_object(TOY.spec.object_id, TOY.spans) == []
+    tree = store.tree("plan1")
+    if tree.is_complete():
+        assert (tree.path / "m.safetensors").read_bytes() == TOY.whole()
+        assert (tree.path / "config.json").read_bytes() == b"{}"
+    with store.group_amax("g") as slot:
+        assert slot.value in (None, 1.5)
+    assert store.read_scan("k") in (None, SCAN)
+    sealed, _ = TOY.build(store)
+    finish_tree(store, sealed)
+    store.write_scan("k", SCAN)
+    assert sealed.read_bytes() == TOY.whole()
+    assert store.verify_object(TOY.spec.object_id, TOY.spans) == []
+    found_tree = snapshot(tree.path)
+    assert found_tree == reference
+    top = {
+        "adopted",
+        "amax",
+        "damaged",
+        "hints",
+        "lock",
+        "objects",
+        "partial",
+        "scans",
+        "tmp",
+        "trees",
+    }
+    assert set(os.listdir(root / "v1")) <= top
+    assert os.listdir(root) == ["v1"]
+    assert os.listdir(root / "v1" / "partial") == []
+
+
+def reference_tree(room: Path) -> dict[str, bytes | str]:
+    work(room / "reference", FsIo())
+    return snapshot(room / "reference" / "v1" / "trees" / "plan1")
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_the_nth_call_fails(room: Path, code: int, persistent: bool) -> None:
+    """Whichever call fails: a StoreError or no error, no descriptor left open, and a sound store afterwards."""
+    reference = reference_tree(room)
+    before = len(os.listdir("/proc/self/fd"))
+    nth = 0
+    while True:
+        nth += 1
+        root = room / "store"
+        io = FaultyIo(nth, code, persistent=persistent)
+        try:
+            work(root, io)
+        except (StoreError, Published):
+            assert io.failed
+        if not io.failed:
+            break
+        assert len(os.listdir("/proc/self/fd")) == before, io.failed
+        check(root, reference)
+        shutil.rmtree(root)
+    assert nth > 200
+
+
+def test_short_and_interrupted_calls_change_nothing(room: Path) -> None:
+    """With every read and write short or interrupted, the result is the same."""
+    reference = reference_tree(room)
+    io = HalvingIo()
+    work(room / "store", io)
+    assert io.calls > 50
+    check(room / "store", reference)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_unsynced_writes_are_lost(room: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power fails at the n-th call, and what was not synced is lost or torn: units whose commit ended in a barrier
+    are still there, published bytes are whole, a complete tree is complete."""
+    monkeypatch.setattr("fp8fs.store.partial.BARRIER_S", 0.0)
+    reference = reference_tree(room)
+    rng = random.Random(seed)
+    nth, losses = seed - 1, 0
+    clean = False
+    while not clean:
+        nth += 2  # one seed takes the odd calls, the other the even ones
+        root = room / "store"
+        io = PowerLossIo(nth)
+        safe: list[int] = []
+        sealed = False
+        try:
+            try:
+                store = Store.open(root, io=io)
+                with TOY.open(store) as partial:
+                    for unit in range(TOY.spec.unit_count):
+                        TOY.make(partial, unit)
+                        safe.append(unit)
+                    partial.seal({})
+                sealed = True
+                work(root, io)
+                clean = True
+            except PowerCut:
+                losses += io.lose(rng)
+        finally:
+            io.close_all()
+        store = Store.open(root)
+        if not sealed and store.find_object(TOY.spec) is None:
+            with TOY.open(store) as partial:
+                assert set(partial.records) >= set(safe)
+        check(root, reference)
+        shutil.rmtree(root)
+    assert losses > 50
