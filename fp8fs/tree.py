@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -45,6 +46,12 @@ class TreeKeeper:
         if self.tree.is_complete():
             return
         owned = os.geteuid() == 0
+        root = os.stat(self._source.root)
+        uid, gid = (root.st_uid, root.st_gid) if owned else (-1, -1)
+        # Whoever may enter SRC may enter the tree: a mount's links lead others through it.
+        self.tree.ensure_dir(
+            "", mode=stat.S_IMODE(root.st_mode), uid=uid, gid=gid, mtime_ns=root.st_mtime_ns
+        )
         for path, entry in self._plan.entries.items():
             self._place(path, entry, owned=owned)
         self.tree.refer(shard.object_id for shard in self._plan.shards)
