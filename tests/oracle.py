@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Stored:
         return flat.reshape(self.shape)
 
 
-def read_header(path: Path) -> tuple[int, dict[str, dict[str, object]], dict[str, str]]:
+def read_header(path: Path) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Where the data starts, the entries, the metadata."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -163,8 +163,9 @@ def files(root: Path) -> dict[str, Path]:
 
 
 def digests(root: Path) -> dict[str, str]:
-    """Relative path -> digest of every file that a walk shows, links followed."""
-    return {name: digest(path) for name, path in sorted(files(root).items())}
+    """Relative path -> digest of every file that a walk shows, links followed, .fp8fs/ left out."""
+    shown = sorted(files(root).items())
+    return {name: digest(path) for name, path in shown if not name.startswith(".fp8fs/")}
 
 
 def source_bytes(src: Path) -> int:

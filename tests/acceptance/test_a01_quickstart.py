@@ -1,0 +1,73 @@
+"""A1: the quickstart works from a fresh clone, and its second run quantizes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.harness import ROOT, mount_points, objects
+
+pytestmark = [pytest.mark.fuse, pytest.mark.slow]
+
+SOURCE_BYTES = 90_868_376
+
+
+def run(clone: Path, store: Path, *arguments: str) -> str:
+    """The script's output; it has to succeed."""
+    environment = {**os.environ, "FP8FS_STORE": str(store)}
+    done = subprocess.run(
+        [clone / "scripts" / "quickstart", *arguments],
+        env=environment,
+        cwd="/",
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_quickstart_from_nothing_then_again(place: Path) -> None:
+    """From a clone alone: bytes before and after, fast second mount; then nothing is made again."""
+    clone, store = place / "clone", place / "store"
+    subprocess.run(["git", "clone", "--quiet", "--no-local", ROOT, clone], check=True)
+    first = run(clone, store)
+    match = re.search(r"bytes before: (\d+), after: (\d+)", first)
+    assert match is not None, first
+    before, after = int(match[1]), int(match[2])
+    assert before == SOURCE_BYTES
+    assert after < before * 0.7
+    counts = [int(n) for n in re.findall(r"quantized or copied by this mount: (\d+);", first)]
+    assert counts[0] > 0
+    assert counts[1:] == [0]
+    made = objects(store)
+    assert len(made) == 1
+
+    second = run(clone, store)
+    counts = [int(n) for n in re.findall(r"quantized or copied by this mount: (\d+);", second)]
+    assert counts == [0, 0]
+    assert f"bytes before: {before}, after: {after}" in second
+    assert objects(store) == made
+    assert mount_points(place) == []
+
+
+def test_quickstart_leaves_the_users_checkpoint_mounted(
+    place: Path, checkpoint: object, fp8fs: object
+) -> None:
+    """With SRC and DST the view stays mounted, and the output says how to unmount it."""
+    from tests.acceptance.harness import Fp8fs, make_checkpoint
+
+    assert isinstance(fp8fs, Fp8fs)
+    src = make_checkpoint(place / "mine", "llama", "2M")
+    if not (ROOT / ".venv").exists():
+        pytest.skip("this working tree has no .venv, and the script would make one")
+    out = run(ROOT, place / "store", str(src))
+    assert mount_points(place / "mine-fp8")
+    assert f"unmount {place / 'mine-fp8'}" in out
+    fp8fs.unmount(place / "mine-fp8")
+    assert mount_points(place) == []
