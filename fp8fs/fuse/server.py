@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 STOP_S = 5.0
 """Longest time from a signal to the end of the process."""
 
+_LET_GO_S = 1.0
+"""What waiting readers get to take their error; whoever still holds the mount then (another namespace) never lets go."""
+
 READ_AHEAD_KB = 1024
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _INIT, _END = 254, 255  # beside the signal numbers that share the pipe
@@ -210,8 +213,8 @@ def _stop(served: Served, spec: MountSpec, fuse: threading.Thread) -> None:
                 log.warning("unmounting: %s", answer.stderr.decode("utf-8", "replace").strip())
         except (OSError, subprocess.TimeoutExpired) as err:
             log.warning("unmounting: %s", err)
-    served.close(max(0.5, end - time.monotonic() - 0.5))
-    fuse.join(max(0.2, end - time.monotonic()))
+    served.close(max(0.5, end - time.monotonic() - _LET_GO_S))
+    fuse.join(_LET_GO_S)
 
 
 def _forget(spec: MountSpec) -> None:
