@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from fp8fs.core.layout import Group, Plan, Unit
 from fp8fs.core.quantizer import Quantizer
@@ -13,7 +14,7 @@ from fp8fs.engine.matrix import SourceReader, item_bytes, source_bytes
 from fp8fs.engine.once import OnceTable
 from fp8fs.engine.pool import Pool
 from fp8fs.errors import NonFiniteTensorError, StoreError
-from fp8fs.store.store import Store, UnitRecord
+from fp8fs.store.store import AmaxSlot, Store, UnitRecord
 
 __all__ = ["AmaxTable", "Member"]
 
@@ -86,15 +87,14 @@ class AmaxTable:
             return value
         index = self._unit(member).group
         if index < 0:
-            return self._units.get(
-                member, lambda: self._measure((member,), priority), self._pool.check
-            )
+            alone = partial(self._measure, (member,), priority)
+            return self._units.get(member, alone, self._pool.check)
         group = self._plan.groups[index]
         if group.crosses:
-            compute = lambda: self._shared(group, priority)  # noqa: E731
-        else:
-            compute = lambda: self._measure(group.members, priority)  # noqa: E731
-        return self._groups.get(index, compute, self._pool.check)
+            shared = partial(self._shared, group, priority)
+            return self._groups.get(index, shared, self._pool.check)
+        together = partial(self._measure, group.members, priority)
+        return self._groups.get(index, together, self._pool.check)
 
     def forget(self, member: Member) -> None:
         """A lone unit is made: its amax is in the journal."""
@@ -103,22 +103,17 @@ class AmaxTable:
     def _shared(self, group: Group, priority: int) -> float:
         """Of a group that crosses shards: from its slot, else measured and put there."""
         with ExitStack() as stack:
-            slot = None
+            slot: AmaxSlot | None = None
             if self._store is not None and self._store.writable:
-                try:
-                    slot = stack.enter_context(
-                        self._store.group_amax(group.id, poll=self._pool.check)
-                    )
-                except StoreError:
-                    slot = None  # measured by each process for itself then
+                with suppress(StoreError):  # else each process measures for itself
+                    opened = self._store.group_amax(group.id, poll=self._pool.check)
+                    slot = stack.enter_context(opened)
             if slot is not None and slot.value is not None:
                 return slot.value
             value = self._measure(group.members, priority)
             if slot is not None:
-                try:
+                with suppress(StoreError):
                     slot.put(value)
-                except StoreError:
-                    return value
             return value
 
     def _measure(self, members: Iterable[Member], priority: int) -> float:

@@ -132,8 +132,7 @@ class Filler:
                 timeout_s=_OPEN_TIMEOUT_S,
             )
         except (Published, StoreBusyError):
-            self._cold(state, None)
-            return self._lost(state) if state.lost else None
+            return self._cold(state, None)
         except StoreError as err:
             self._store_failed(state, err)
             return self._cold(state, err)

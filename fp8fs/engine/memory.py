@@ -28,7 +28,7 @@ V = TypeVar("V", bound=_Sized)
 
 
 class _Latest(Generic[K, V]):
-    """The values used last, together at most ``budget`` long. The lock is a leaf."""
+    """The values used last, together at most ``budget`` long; one that is longer stays alone. The lock is a leaf."""
 
     def __init__(self, budget: int) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class _Latest(Generic[K, V]):
             if key not in self._values:
                 self._values[key] = value
                 self._used += len(value)
-            while self._used > self._budget and self._values:
+            while self._used > self._budget and len(self._values) > 1:
                 _, dropped = self._values.popitem(last=False)
                 self._used -= len(dropped)
 

@@ -96,6 +96,10 @@ class ShardReader:
     def _units(self, start: int, end: int, poll: Poll) -> bytes:
         """Bytes behind the preamble: from the store's file, else from memory."""
         state = self._state
+        if state.object is not None:
+            sealed = self._from_file((), start, end)
+            if sealed is not None:
+                return sealed
         units = state.cutter.cut(start, end - start).units
         data = self._from_file(units, start, end)
         if data is None and self._filler.trouble.usable():

@@ -9,6 +9,7 @@ import pytest
 from fp8fs.core.layout import Extent, Piece, Unit, tiles
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.matrix import Bands, element_position, item_bytes
+from fp8fs.engine.memory import _Latest
 from fp8fs.engine.once import OnceTable, Outcome, Stopped
 from fp8fs.engine.pool import AHEAD, DEMAND, Pool, Work
 from fp8fs.engine.shard import claims_of
@@ -262,6 +263,24 @@ def test_a_closing_pool_stops_long_tasks_at_their_next_check() -> None:
     assert started.wait(5)
     pool.close(5)
     assert stopped.is_set()
+
+
+def test_the_latest_bands_are_kept_within_their_budget() -> None:
+    """What was used last stays; the bytes kept never exceed the budget, but for one value that is longer."""
+    latest: _Latest[str, bytes] = _Latest(100)
+    for key in ("a", "b"):
+        latest.put(key, bytes(50))
+    assert latest.get("a")
+    latest.put("c", bytes(50))
+    assert latest.get("b") is None
+    assert latest.get("a")
+    assert latest.get("c")
+    latest.put("huge", bytes(101))
+    assert latest.get("huge")
+    assert latest.get("a") is None
+    latest.put("d", bytes(50))
+    assert latest.get("huge") is None
+    assert latest._used == 50
 
 
 def test_a_failed_store_is_tried_by_one_caller_at_a_time(
