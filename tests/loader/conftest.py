@@ -28,6 +28,20 @@ def omni_source(
 
 
 @pytest.fixture(scope="session")
+def llm_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``llm_source(model)``: the folder of a tiny BF16 transformers model."""
+    made: dict[str, Path] = {}
+
+    def make(model: str) -> Path:
+        if model not in made:
+            made[model] = tmp_path_factory.mktemp(f"{model}-source") / "bf16"
+            harness.make_llm_source(model, made[model])
+        return made[model]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with fp8fs installed, entry points included."""
     return harness.install_plugin(tmp_path_factory.mktemp("site"))

@@ -115,6 +115,18 @@ def make_omni_source(model: str, pipeline: Path) -> dict[str, Any]:
     )
 
 
+def make_llm_source(model: str, folder: Path) -> dict[str, Any]:
+    """Write a tiny BF16 transformers model and return the facts about it."""
+    return run_script(
+        "vllm", "llm_make_source.py", folder, "--model", model, workdir=folder.parent / "make"
+    )
+
+
+def generate(checkpoint: Path, *options: object, workdir: Path) -> dict[str, Any]:
+    """Greedy tokens and log probabilities of vLLM for a checkpoint."""
+    return run_script("vllm", "vllm_generate.py", checkpoint, *options, workdir=workdir)
+
+
 def install_plugin(folder: Path) -> Path:
     """A folder for PYTHONPATH in which fp8fs is installed: the package, and the entry points of pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -141,7 +153,7 @@ def _environment(plugin: Path | None) -> dict[str, str]:
     """The caller's environment without its Python settings, one thread per process, offline."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return kept | {
-        "PYTHONPATH": str(plugin) if plugin else "",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (ENGINE_SIDE / "site", plugin) if path),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -21,7 +21,6 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import reference_fp8
 import torch
-import torchvision_stub  # noqa: F401  (must come before vllm_omni)
 
 HEAD_DIM = 128  # a multiple of the block size, so that block scales of q, k and v do not straddle
 CONFIGS: dict[str, dict[str, Any]] = {

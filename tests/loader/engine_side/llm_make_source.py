@@ -1,0 +1,100 @@
+"""Write a tiny BF16 transformers model with random weights and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import reporting
+import torch
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+HIDDEN = 256
+BASE = {
+    "vocab_size": 512,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HIDDEN // 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+# Name -> (config class, model class, what differs from BASE).
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"tie_word_embeddings": True, "sliding_window": 64},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": HIDDEN,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+def write_tokenizer(folder: Path) -> dict[str, int]:
+    """A byte-level tokenizer without merges. Returns the ids of the special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SPECIAL_TOKENS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = dict(
+        zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True)
+    )
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {token: vocabulary[token] for token in SPECIAL_TOKENS}
+
+
+def main(options: argparse.Namespace) -> dict[str, Any]:
+    import transformers
+
+    options.directory.mkdir(parents=True)
+    ids = write_tokenizer(options.directory)
+    config_class, model_class, changes = MODELS[options.model]
+    tokens = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "pad_token_id": ids["<pad>"]}
+    config = getattr(transformers, config_class)(**(BASE | changes | tokens))
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for position, parameter in enumerate(model.parameters()):
+            if parameter.ndim >= 2:  # different amax for different tensors
+                spread = 0.05 * (1 + position % 5)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    model.save_pretrained(options.directory)
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("directory", type=Path)
+    arguments.add_argument("--model", choices=list(MODELS), required=True)
+    reporting.run_and_report(main, arguments)

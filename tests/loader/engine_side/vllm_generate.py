@@ -1,0 +1,80 @@
+"""Load one checkpoint with vLLM's ``LLM`` on CPU and report greedy tokens and log probabilities."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import reporting
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+PROMPTS = ("Hello world", "The quick brown fox", "0123456789")
+NEW_TOKENS = 12
+
+
+def fill_missing_fp8_ops() -> None:
+    """vLLM's CPU build has placeholders for per-tensor FP8: give them the reference's numbers, in this process only."""
+    import reference_fp8
+    import torch
+    import vllm._custom_ops as ops
+
+    def scaled_fp8_quant(
+        input: torch.Tensor,  # noqa: A002  (the name that the engine passes)
+        scale: torch.Tensor | None = None,
+        num_token_padding: int | None = None,
+        scale_ub: torch.Tensor | None = None,
+        use_per_token_if_dynamic: bool = False,
+        output: torch.Tensor | None = None,
+        group_shape: tuple[int, int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if scale is not None:
+            return reference_fp8.cast_with_scale(input, scale), scale
+        return (
+            reference_fp8.per_channel(input)
+            if use_per_token_if_dynamic
+            else reference_fp8.per_tensor(input)
+        )
+
+    ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def main(options: argparse.Namespace) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    if options.shim:
+        fill_missing_fp8_ops()
+    chosen = {"quantization": options.quantization} if options.quantization else {}
+    llm = LLM(
+        model=options.checkpoint,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        disable_log_stats=True,
+        **chosen,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1, ignore_eos=True)
+    outputs = [
+        request.outputs[0] for request in llm.generate(list(PROMPTS), sampling, use_tqdm=False)
+    ]
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [
+            [next(iter(step.values())).logprob for step in output.logprobs] for output in outputs
+        ],
+    }
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("checkpoint")
+    arguments.add_argument(
+        "--quantization", help="quantize online, as the engine's flag of that name does"
+    )
+    arguments.add_argument(
+        "--shim", action="store_true", help="supply the FP8 operators that the CPU build lacks"
+    )
+    reporting.run_and_report(main, arguments)
