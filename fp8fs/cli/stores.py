@@ -134,6 +134,8 @@ def _collect(opened: StoreDirectory, limit: int | None) -> tuple[list[str], int]
     from fp8fs.tree import is_pinned_for_good
 
     removed: list[str] = []
+    if not opened.list_trees() and not opened.list_objects() and not opened.writable:
+        return removed, 0  # no store there yet: nothing to collect
     freed = opened.collect()
     if limit is None:
         return removed, freed

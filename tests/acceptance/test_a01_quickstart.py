@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.harness import ROOT, mount_points, objects
+from tests.acceptance.harness import ROOT, Fp8fs, make_checkpoint, mount_points, objects
 
 pytestmark = [pytest.mark.fuse, pytest.mark.slow]
 
@@ -56,13 +56,8 @@ def test_quickstart_from_nothing_then_again(place: Path) -> None:
     assert mount_points(place) == []
 
 
-def test_quickstart_leaves_the_users_checkpoint_mounted(
-    place: Path, checkpoint: object, fp8fs: object
-) -> None:
-    """With SRC and DST the view stays mounted, and the output says how to unmount it."""
-    from tests.acceptance.harness import Fp8fs, make_checkpoint
-
-    assert isinstance(fp8fs, Fp8fs)
+def test_quickstart_leaves_the_users_checkpoint_mounted(fp8fs: Fp8fs, place: Path) -> None:
+    """With SRC the view stays mounted beside it, and the output says how to unmount it."""
     src = make_checkpoint(place / "mine", "llama", "2M")
     if not (ROOT / ".venv").exists():
         pytest.skip("this working tree has no .venv, and the script would make one")
