@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.loader, pytest.mark.slow]
 Source = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
-def assert_right(results: list[dict[str, Any]]) -> None:
+def assert_right(results: list[dict[str, Any]], *, same_bytes: bool = True) -> None:
     """Every rank saw the stored bytes everywhere, and every FP8 linear was called and is right."""
     for result in results:
         for part in (result["streamed"], result["resident"]):
-            assert part["mismatched"] == []
+            assert part["mismatched"] == [] or not same_bytes
             assert part["raised"] == {}
             assert part["wrong"] == []
         assert result["streamed"]["compared"] > 0
@@ -123,7 +123,8 @@ def test_block_scales_suit_the_cuda_kernels(
         workdir=tmp_path / "run",
         plugin=plugin,
     )
-    assert_right(results)
+    # DeepGEMM halves the scale of a block whose largest value was rounded down to a power of two, and doubles its bytes.
+    assert_right(results, same_bytes=kernel != "deepgemm-block")
     assert all(result["mapped"] for result in results)
 
 

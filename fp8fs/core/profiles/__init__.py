@@ -13,8 +13,9 @@ n-th ``{i}`` of one pattern of a linear has the value of the n-th of another.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -125,19 +126,30 @@ class RuntimeTensor(NamedTuple):
     dtype: str
 
 
+class _Known(NamedTuple):
+    """One checkpoint name in a profile: its pattern by parts, its linear, its place among the members, and why it is
+    kept for quality ("" if it is not)."""
+
+    path: tuple[str, ...]
+    linear: Linear
+    position: int
+    kept_because: str
+
+
 class _Place(NamedTuple):
-    """A checkpoint module found in a profile: its linear, its position among the members, its index values."""
+    """A checkpoint module found in a profile: the same, with the values of its indices."""
 
     linear: Linear
     position: int
     values: tuple[str, ...]
+    kept_because: str
 
 
 class Profile:
     """What one engine's release does with one model class. Immutable.
 
     Several records of one class (layouts of it, or two pipelines that share its name) make one profile: the first
-    that knows a name decides.
+    that knows a name decides, and after ``for_checkpoint`` the first of whose group nothing is missing.
     """
 
     def __init__(self, document: Document, records: tuple[Record, ...]) -> None:
@@ -152,13 +164,25 @@ class Profile:
         )
         self._renames = {old: new for record in records for old, new in record.renames.items()}
         self._dtypes = {name: dtype for record in records for name, dtype in record.dtypes.items()}
-        self._places: dict[tuple[str, ...], list[tuple[str, Linear, int]]] = {}
+        self._present: frozenset[str] | None = None
+        self._places: dict[tuple[str, ...], list[_Known]] = {}
         for linear in (linear for record in records for linear in record.linears):
-            for position, pattern in enumerate(linear.members or (linear.runtime,)):
-                self._places.setdefault(_shape(pattern), []).append((pattern, linear, position))
+            names = linear.members or (linear.runtime,)
+            kept_because = next(
+                filter(None, (exclusion(self.kind, n.replace(INDEX, "0")) for n in names)), ""
+            )
+            for position, pattern in enumerate(names):
+                known = _Known(tuple(pattern.split(".")), linear, position, kept_because)
+                self._places.setdefault(_shape(pattern), []).append(known)
 
     def __repr__(self) -> str:
         return f"Profile({self.class_name}, {self.engine} {self.version})"
+
+    def for_checkpoint(self, modules: Iterable[str]) -> Profile:
+        """The same profile, which knows what modules a checkpoint has and so which of several layouts it is."""
+        chosen = copy.copy(self)
+        chosen._present = frozenset(modules)
+        return chosen
 
     def decide(self, module: str) -> Verdict:
         """Whether the weight of a checkpoint module becomes FP8. Unknown modules, and tensors that are no linear, do not."""
@@ -169,11 +193,12 @@ class Profile:
             )
         if not place.linear.fp8:
             return Verdict(quantize=False, reason=f"{self._who} builds it unquantized", group="")
-        fusion = self._fusion(place)
-        for name in (module, *fusion.siblings):
-            if reason := exclusion(self.kind, name):
-                return Verdict(quantize=False, reason=f"kept for quality: {reason}", group="")
-        group = fusion.runtime if len(fusion.siblings) > 1 else ""
+        if place.kept_because:
+            return Verdict(
+                quantize=False, reason=f"kept for quality: {place.kept_because}", group=""
+            )
+        is_fused = len(place.linear.members) > 1
+        group = _fill(place.linear.runtime, place.values) if is_fused else ""
         return Verdict(quantize=True, reason=f"{self._who} builds it FP8", group=group)
 
     def state(self, module: str) -> str:
@@ -189,13 +214,9 @@ class Profile:
         Modules that differ in the other numbers alone are treated alike: their answers differ in those numbers only.
         """
         shape = _shape(module)
-        patterns = [pattern.split(".") for pattern, _, _ in self._places.get(shape, ())]
+        paths = [known.path for known in self._places.get(shape, ())]
         numbers = [at for at, part in enumerate(shape) if part == "#"]
-        return tuple(
-            number
-            for number, at in enumerate(numbers)
-            if any(pattern[at] != INDEX for pattern in patterns)
-        )
+        return tuple(n for n, at in enumerate(numbers) if any(path[at] != INDEX for path in paths))
 
     def fusion_of(self, module: str) -> Fusion | None:
         """The runtime module that a checkpoint module feeds, or None if the profile does not know it."""
@@ -228,10 +249,11 @@ class Profile:
             part, parts = place.position, len(place.linear.members)
         else:
             name = _translate(tensor, self._renames)
-        dtype = next(
-            (d for pattern, d in self._dtypes.items() if _match(pattern, name) is not None),
-            "bfloat16",
+        path = name.split(".")
+        dtypes = (
+            d for pattern, d in self._dtypes.items() if _match(pattern.split("."), path) is not None
         )
+        dtype = next(dtypes, "bfloat16")
         return RuntimeTensor(name, part, parts, DTYPES[dtype])
 
     @property
@@ -239,11 +261,17 @@ class Profile:
         return f"{self.engine} {self.version}"
 
     def _find(self, module: str) -> _Place | None:
-        for pattern, linear, position in self._places.get(_shape(module), ()):
-            values = _match(pattern, module)
-            if values is not None:
-                return _Place(linear, position, values)
-        return None
+        path = module.split(".")
+        first: _Place | None = None
+        for known in self._places.get(_shape(module), ()):
+            values = _match(known.path, path)
+            if values is None:
+                continue
+            place = _Place(known.linear, known.position, values, known.kept_because)
+            if self._present is None or self._present.issuperset(self._fusion(place).siblings):
+                return place
+            first = first or place
+        return first
 
     @staticmethod
     def _fusion(place: _Place) -> Fusion:
@@ -291,26 +319,29 @@ def _shape(name: str) -> tuple[str, ...]:
     return tuple("#" if part.isdecimal() or part == INDEX else part for part in name.split("."))
 
 
-def _match(pattern: str, name: str) -> tuple[str, ...] | None:
-    """The values of ``{i}`` in a name that the pattern fits, or None."""
-    parts = list(zip(pattern.split("."), name.split("."), strict=False))
-    if pattern.count(".") != name.count("."):
+def _match(pattern: Sequence[str], path: Sequence[str]) -> tuple[str, ...] | None:
+    """The values of ``{i}`` in a name that the pattern fits, or None. Both are given by parts."""
+    if len(pattern) != len(path):
         return None
-    if all(want == have or (want == INDEX and have.isdecimal()) for want, have in parts):
-        return tuple(have for want, have in parts if want == INDEX)
-    return None
+    values = []
+    for want, have in zip(pattern, path, strict=True):
+        if want == INDEX and have.isdecimal():
+            values.append(have)
+        elif want != have:
+            return None
+    return tuple(values)
 
 
 def _fill(pattern: str, values: tuple[str, ...]) -> str:
     """A pattern with its ``{i}`` replaced in order; it may have fewer than there are values."""
     remaining: Iterator[str] = iter(values)
-    return ".".join(next(remaining) if part == INDEX else part for part in pattern.split("."))
+    return ".".join([next(remaining) if part == INDEX else part for part in pattern.split(".")])
 
 
 def _translate(name: str, table: dict[str, str]) -> str:
     """A name through a table of patterns; itself if none fits."""
     for old, new in table.items():
-        values = _match(old, name)
+        values = _match(old.split("."), name.split("."))
         if values is not None:
             return _fill(new, values)
     return name

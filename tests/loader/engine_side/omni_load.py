@@ -167,7 +167,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     load_omni_general_plugins()  # as the engine's worker does first; nothing happens if no plugin is installed
     omni_cpu.join_group(options.rank, options.world, options.port)
     if options.kernel:
-        import omni_cuda_kernels
+        import cuda_kernels
     from vllm.config.load import LoadConfig
     from vllm_omni.diffusion.model_loader import diffusers_loader
     from vllm_omni.diffusion.offloader import enable_offload_backend
@@ -190,7 +190,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     )
     with omni_cpu.vllm_context():
         if options.kernel:
-            omni_cuda_kernels.emulate(options.kernel)
+            cuda_kernels.emulate(options.kernel)
         loader = diffusers_loader.DiffusersPipelineLoader(LoadConfig(), diffusion)
         pipeline = loader.load_model(
             load_device="cpu",
@@ -257,7 +257,5 @@ if __name__ == "__main__":
     arguments.add_argument(
         "--rank-local", action="store_true", help="no AllGather: each rank reads all of it"
     )
-    arguments.add_argument(
-        "--kernel", help="emulate a CUDA kernel class of vLLM (omni_cuda_kernels.py)"
-    )
+    arguments.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
     reporting.run_and_report(main, arguments)

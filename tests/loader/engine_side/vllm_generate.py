@@ -46,6 +46,10 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.shim:
         fill_missing_fp8_ops()
+    if options.kernel:
+        import cuda_kernels
+
+        cuda_kernels.emulate(options.kernel)
     chosen = {"quantization": options.quantization} if options.quantization else {}
     llm = LLM(
         model=options.checkpoint,
@@ -77,4 +81,5 @@ if __name__ == "__main__":
     arguments.add_argument(
         "--shim", action="store_true", help="supply the FP8 operators that the CPU build lacks"
     )
+    arguments.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
     reporting.run_and_report(main, arguments)
