@@ -139,8 +139,10 @@ def _table(found: Survey, output: Output) -> None:
             f"{format_bytes(total.bytes_in)} -> {format_bytes(total.bytes_out)}",
             markup=False,
         )
-    for path in found.plan.hidden:
-        console.print(f"hidden: {printable(path)}", markup=False)
+    for path, why in found.plan.hidden.items():
+        console.print(f"hidden: {printable(path)} ({why})", markup=False)
+    for note in found.plan.notes:
+        console.print(f"note: {printable(note)}", markup=False)
     for warning in found.plan.warnings:
         output.note(f"warning: {warning}")
 

@@ -7,13 +7,13 @@ subfolder of a diffusers pipeline. Its ``path`` is relative to SRC, "" for the r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from fp8fs.core.dtypes import QUANTIZED_SOURCES
 from fp8fs.core.entries import SourceEntry, folder_of, is_private, join, name_of
-from fp8fs.core.header import Header
+from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.text import brief, parse_object, quoted
 from fp8fs.core.weightset import WeightSet, is_index_name, weight_sets
 from fp8fs.errors import SourceInvalidError
@@ -68,9 +68,11 @@ class Component(msgspec.Struct, frozen=True):
     by name). ``weight_map``: tensor name -> shard path (complete and checked against the headers).
     ``index_path``: the index file in SRC, or "" (sharded without index: one is synthesized at
     ``<stem>.safetensors.index.json``). ``config``: the parsed config.json, None for raw. ``class_name``:
-    ``_class_name`` or the first of ``architectures``, else "". ``hidden``: files of competing weight sets.
-    ``default_quantized``: whether it is quantized when the user names no component (a diffusion transformer of a
-    pipeline; the whole of a transformers model at the root). ``already_quantized``: the reason, or "".
+    ``_class_name`` or the first of ``architectures``, else "". ``hidden``: files of competing weight sets, with the
+    reason; they are hidden where the component is quantized. ``default_quantized``: whether it is quantized when the user
+    names no component (a diffusion transformer of a pipeline; the whole of a transformers model at the root).
+    ``already_quantized``: the reason, or "". ``notes`` and ``warnings``: what was decided here that ``plan`` has to say,
+    one sentence each.
     """
 
     path: str
@@ -81,9 +83,11 @@ class Component(msgspec.Struct, frozen=True):
     config_path: str
     config: dict[str, object] | None
     class_name: str
-    hidden: tuple[str, ...]
+    hidden: dict[str, str]
     default_quantized: bool
     already_quantized: str = ""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -91,7 +95,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     ``texts``: raw bytes of each small JSON the planner rewrites or reads (config.json, *.index.json,
     model_index.json), by path. ``entries`` by path, in sorted order, parents before children. ``shards`` by path:
-    every safetensors file in a component's weight set. ``pipeline``: the root has model_index.json.
+    every safetensors file in a component's weight set. ``pipeline``: the root has model_index.json. ``warnings``: what
+    a user should know of SRC as a whole, one sentence each.
     """
 
     entries: dict[str, SourceEntry]
@@ -99,6 +104,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     components: tuple[Component, ...]
     texts: dict[str, bytes]
     pipeline: bool
+    warnings: tuple[str, ...] = ()
 
 
 def text_files(entries: Mapping[str, SourceEntry]) -> list[str]:
@@ -123,52 +129,81 @@ def classify(
 ) -> tuple[Component, ...]:
     """The components of SRC, root first, then by path.
 
-    A folder without config.json below a component or a pipeline whose files state one tensor twice (a collection of
-    adapters, say) is no component: its files are ordinary files.
+    A folder of files that no index ties together and that state one tensor twice (a collection of adapters, or of whole
+    models) is no component: its files are ordinary files.
 
-    Raises: SourceInvalidError: no safetensors at all (says what was found instead); an index names a missing shard; a
-    tensor in two shards; an index entry for a tensor that its shard has not; a config that is not a JSON object.
+    Raises: SourceInvalidError: no safetensors at all, or nothing but such a collection; an index names a missing shard;
+    two shards state one tensor differently; a config that is not a JSON object.
     """
     sets = weight_sets(entries, texts)
-    root_has_weights = any(found.folder == "" for found in sets)
+    root_is_model = any(found.folder == "" and not found.adapter for found in sets)
     components = []
+    collections: list[SourceInvalidError] = []
     for found in sets:
-        config_path = join(found.folder, "config.json")
-        config = _config(config_path, texts)
-        kind, class_name = _kind(config)
-        if kind == "raw":
-            config, config_path = None, ""
-        name = name_of(found.folder)
-        default = _is_default(
-            name,
-            kind,
-            class_name,
-            in_pipeline=_in_pipeline(found.folder, texts),
-            beside_root=found.folder != "" and root_has_weights,
-            pipeline_root=join(found.folder, _PIPELINE) in texts,
-        )
         try:
-            weight_map = _weight_map(found, headers)
-        except SourceInvalidError:
-            if kind == "raw" and not default and not found.index_path:
-                continue
-            raise
-        components.append(
-            Component(
-                path=found.folder,
-                kind=kind,
-                shards=found.shards,
-                weight_map=weight_map,
-                index_path=found.index_path,
-                config_path=config_path,
-                config=config,
-                class_name=class_name,
-                hidden=found.hidden,
-                default_quantized=default,
-                already_quantized=_already_quantized(config, config_path, found.shards, headers),
-            )
-        )
+            components.append(_component(found, texts, headers, root_is_model=root_is_model))
+        except _CollectionError as err:
+            collections.append(err)
+    if not components:
+        raise collections[0]
     return tuple(components)
+
+
+class _CollectionError(SourceInvalidError):
+    """A folder holds several models' files side by side."""
+
+
+def _component(
+    found: WeightSet,
+    texts: Mapping[str, bytes],
+    headers: Mapping[str, Header],
+    *,
+    root_is_model: bool,
+) -> Component:
+    """What one folder's weight set means."""
+    config_path = join(found.folder, "config.json")
+    config = _config(config_path, texts)
+    kind, class_name = _kind(config)
+    if kind == "raw" or found.mistral:
+        kind, class_name, config, config_path = "raw", "", None, ""
+    weight_map, warnings = _weight_map(found, headers)
+    notes = list(found.notes)
+    default = _is_default(
+        name_of(found.folder),
+        kind,
+        class_name,
+        in_pipeline=_in_pipeline(found.folder, texts),
+        pipeline_root=join(found.folder, _PIPELINE) in texts,
+    )
+    if found.adapter:
+        default = False
+        notes.append("an adapter, no model of its own: shown as it is")
+    elif found.mistral and default:
+        default = False
+        warnings.append(
+            "consolidated weights with params.json, Mistral's own format: nothing in it says to a reader that weights"
+            " are FP8, so it is shown as it is; use the checkpoint in Hugging Face's format"
+        )
+    elif default and found.folder and root_is_model and not _in_pipeline(found.folder, texts):
+        default = False
+        notes.append(
+            f"a model below the one at the root, shown as it is: --component {brief(found.folder)} quantizes it"
+        )
+    return Component(
+        path=found.folder,
+        kind=kind,
+        shards=found.shards,
+        weight_map=weight_map,
+        index_path=found.index_path,
+        config_path=config_path,
+        config=config,
+        class_name=class_name,
+        hidden=found.hidden,
+        default_quantized=default,
+        already_quantized=_already_quantized(config, config_path, found.shards, headers),
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
 def _is_text_name(name: str) -> bool:
@@ -190,10 +225,9 @@ def _is_default(
     class_name: str,
     *,
     in_pipeline: bool,
-    beside_root: bool,
     pipeline_root: bool,
 ) -> bool:
-    """Whether a component is quantized when the user names none."""
+    """Whether a component is quantized when the user names none, by its names alone."""
     if name.startswith(_NO_DEFAULT_FOLDERS) or pipeline_root:
         return False
     if kind == "diffusers" and _NEVER_DEFAULT_CLASS.search(class_name):
@@ -201,7 +235,7 @@ def _is_default(
     if in_pipeline:
         by_class = kind == "diffusers" and _DIFFUSION_TRANSFORMER.search(class_name) is not None
         return by_class or name.startswith("transformer")
-    return not beside_root
+    return True
 
 
 def _config(path: str, texts: Mapping[str, bytes]) -> dict[str, object] | None:
@@ -242,21 +276,76 @@ def _already_quantized(
     return ""
 
 
-def _weight_map(found: WeightSet, headers: Mapping[str, Header]) -> dict[str, str]:
-    """Tensor name -> shard path, complete, each tensor in one shard, and as the index says."""
+def _weight_map(
+    found: WeightSet, headers: Mapping[str, Header]
+) -> tuple[dict[str, str], list[str]]:
+    """Tensor name -> shard path, complete and true to the headers; and what the index or the shards have wrong.
+
+    A tensor that two shards state alike is in both; the map has the one that the index names, else the last, which is
+    the one that stays when a reader takes shard after shard.
+    """
     weight_map: dict[str, str] = {}
+    twice: list[str] = []
     for shard in found.shards:
-        for name in headers[shard].tensors:
-            other = weight_map.setdefault(name, shard)
-            if other != shard:
-                raise SourceInvalidError(
-                    f"tensor {quoted(name)} is in two shards, {other} and {shard}",
-                    tensor=brief(name),
-                )
+        for name, entry in headers[shard].tensors.items():
+            other = weight_map.get(name)
+            if other is not None:
+                _check_alike(found, name, entry, other, shard, headers)
+                twice.append(name)
+            weight_map[name] = shard
+    warnings = []
+    if twice:
+        warnings.append(
+            f"{_some(twice, 'tensor')} in more than one shard: all of them are shown; which one counts is up to the reader"
+        )
+    nowhere, elsewhere = [], []
     for name, shard in found.indexed.items():
-        if name not in headers[shard].tensors:
-            raise SourceInvalidError(
-                f"{found.index_path}: says tensor {quoted(name)} is in {shard}, which has no such tensor",
-                tensor=brief(name),
-            )
-    return weight_map
+        if name not in weight_map:
+            nowhere.append(name)
+        elif name in headers[shard].tensors:
+            weight_map[name] = shard
+        else:
+            elsewhere.append(name)
+    if nowhere:
+        warnings.append(
+            f"{found.index_path} names {_some(nowhere, 'tensor')} in no shard; the view's index leaves them out"
+        )
+    if elsewhere:
+        warnings.append(
+            f"{found.index_path} names another shard than the right one for {_some(elsewhere, 'tensor')}; the view's index is right"
+        )
+    if found.index_path and (unlisted := weight_map.keys() - found.indexed.keys()):
+        warnings.append(
+            f"{found.index_path} lacks {_some(unlisted, 'tensor')} of its shards; the view's index has them"
+        )
+    return weight_map, warnings
+
+
+def _check_alike(
+    found: WeightSet,
+    name: str,
+    entry: TensorEntry,
+    other: str,
+    shard: str,
+    headers: Mapping[str, Header],
+) -> None:
+    """A tensor in two shards must be stated alike, and the shards must belong together."""
+    said = f"tensor {quoted(name)} is in two shards, {brief(other)} and {brief(shard)}"
+    if found.collection:
+        raise _CollectionError(
+            f"{said}, which no index ties together",
+            hint="if these are several models, give each a folder of its own",
+            tensor=brief(name),
+        )
+    known = headers[other].tensors[name]
+    if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+        raise SourceInvalidError(
+            f"{said}, as {known.dtype}{list(known.shape)} and {entry.dtype}{list(entry.shape)}",
+            tensor=brief(name),
+        )
+
+
+def _some(names: Collection[str], what: str) -> str:
+    """A count with the first name: '3 tensors ("a" and others)'."""
+    more = f"s ({quoted(min(names))} and others)" if len(names) > 1 else f" ({quoted(min(names))})"
+    return f"{len(names)} {what}{more}"

@@ -137,7 +137,8 @@ class _Planner:
         self.schemes: dict[str, str] = {}
         self.order: dict[str, tuple[int, ...]] = {}
         self.rows: list[TensorRow] = []
-        self.warnings: list[str] = []
+        self.warnings: list[str] = list(checkpoint.warnings)
+        self.notes: list[str] = []
 
     def plan(self) -> Plan:
         chosen, warnings = choose_components(self.components, self.recipe)
@@ -152,7 +153,14 @@ class _Planner:
             self.warnings.append("nothing is quantized: the view equals the source")
         groups = self._groups()
         shards = self._shards(groups)
-        hidden = frozenset(path for component in self.components for path in component.hidden)
+        hidden: dict[str, str] = {}
+        for component in self.components:
+            self.warnings += [f"{shown(component)}: {said}" for said in component.warnings]
+            self.notes += [f"{shown(component)}: {said}" for said in component.notes]
+            if (
+                component.path in self.schemes
+            ):  # where all is BF16, no weight set is in another's way
+                hidden |= component.hidden
         entries = self._entries(shards, hidden)
         return Plan(
             plan_id=plan_id(entries, shards, self._source_digests(), self.quantizer_version),
@@ -164,8 +172,9 @@ class _Planner:
             schemes=self.schemes,
             order=self.order,
             rows=tuple(self.rows),
-            hidden=tuple(sorted(hidden)),
+            hidden=dict(sorted(hidden.items())),
             warnings=tuple(self.warnings),
+            notes=tuple(self.notes),
         )
 
     # -- components ---------------------------------------------------------------------------------
@@ -313,6 +322,8 @@ class _Planner:
         if index:
             content = view_index(component, texts.get(component.index_path), tensors, scheme)
             readers = [entries[component.index_path]] if component.index_path else shards
+            if not component.index_path:
+                self.notes.append(f"{shown(component)}: has no index; {index} is made")
             self._write_text(index, content, readers, made_ns)
         if component.config is not None:
             path = component.config_path
@@ -383,7 +394,9 @@ class _Planner:
             )
         return tuple(shards)
 
-    def _entries(self, shards: Sequence[ViewShard], hidden: frozenset[str]) -> dict[str, ViewEntry]:
+    def _entries(
+        self, shards: Sequence[ViewShard], hidden: Mapping[str, str]
+    ) -> dict[str, ViewEntry]:
         """Every name of the view, sorted: parents come before children."""
         made = dict(self.texts)
         for i, shard in enumerate(shards):
@@ -398,7 +411,7 @@ class _Planner:
                 shard=i,
             )
         entries: dict[str, ViewEntry] = {}
-        for path in sorted({*self.checkpoint.entries, *made} - hidden):
+        for path in sorted({*self.checkpoint.entries, *made} - hidden.keys()):
             source = self.checkpoint.entries.get(path)
             if path == RESERVED or path.startswith(f"{RESERVED}/"):
                 continue

@@ -164,7 +164,7 @@ def parse_manifest(data: bytes) -> Manifest | None:
 
 
 def plan_document(plan: Plan) -> dict[str, object]:
-    """The plan as JSON-ready data: totals, schemes, warnings, one row per source tensor."""
+    """The plan as JSON-ready data: totals, schemes, what is hidden and why, warnings, notes, one row per source tensor."""
     totals: dict[str, list[int]] = {}
     for row in plan.rows:
         sums = totals.setdefault(row.component, [0, 0, 0, 0])
@@ -196,6 +196,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
         ],
         "hidden": plan.hidden,
         "warnings": plan.warnings,
+        "notes": plan.notes,
         "tensors": plan.rows,
     }
 

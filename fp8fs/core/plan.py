@@ -128,7 +128,8 @@ class TensorRow(msgspec.Struct, frozen=True, gc=False):
 class Plan(msgspec.Struct, frozen=True):
     """The whole view. ``plan_id``: hex, decided by everything in the view (paths inside it, attributes, bytes), and by
     nothing outside it. ``source_shards``: paths of the shards that pieces refer to, with their identities beside.
-    ``schemes``: component path -> scheme, for the components that are quantized. ``order``: component -> its view shard indices in index order."""
+    ``schemes``: component path -> scheme, for the components that are quantized. ``order``: component -> its view shard indices in index order. ``hidden``: files of SRC that are not
+    shown, with the reason. ``warnings``: what may surprise a reader; ``notes``: what else was decided."""
 
     plan_id: str
     entries: dict[str, ViewEntry]
@@ -139,8 +140,9 @@ class Plan(msgspec.Struct, frozen=True):
     schemes: dict[str, str]
     order: dict[str, tuple[int, ...]]
     rows: tuple[TensorRow, ...]
-    hidden: tuple[str, ...]
+    hidden: dict[str, str]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Tile(msgspec.Struct, frozen=True, gc=False):

@@ -34,12 +34,12 @@ def is_text(text: str) -> bool:
 
 
 def parse_object(data: bytes, file: str) -> dict[str, object]:
-    """A JSON object, read as the loaders read it (Python's json: NaN allowed, the last of equal keys wins).
+    """A JSON object in UTF-8, read as the loaders read it (Python's json: NaN allowed, the last of equal keys wins).
 
     Raises: SourceInvalidError naming *file*.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as err:
         raise SourceInvalidError(f"{file}: not JSON: {err}", file=file) from err
     if not isinstance(value, dict):

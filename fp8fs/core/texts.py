@@ -11,6 +11,7 @@ from fp8fs.core.index import encode_index, parse_index
 from fp8fs.core.json_text import set_key
 from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
+from fp8fs.core.weightset import VARIANTS
 from fp8fs.errors import SourceInvalidError
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "view_index",
 ]
 
-_SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")
+_SHARD_NUMBER = re.compile(r"-\d+-of-\d+(?=(\.[^.]+)?$)")
 _WEIGHT = ".weight"
 _STEMS = {"diffusers": "diffusion_pytorch_model"}
 
@@ -30,7 +31,7 @@ _STEMS = {"diffusers": "diffusion_pytorch_model"}
 def scheme_warning(component: Component, scheme: str) -> str:
     """What a usual reader of this kind of component makes of the scheme, if it is not good; else ""."""
     if component.config is None:
-        return f"no config.json: readers are not told that the weights are FP8 ({scheme})"
+        return f"no config.json that names a model class: no reader is told that the weights are FP8 ({scheme})"
     if component.kind == "diffusers" and scheme == "per_channel":
         return "vLLM-Omni refuses per_channel (compressed-tensors) in a pipeline; per_tensor and block it reads"
     if component.kind == "transformers" and scheme == "per_tensor":
@@ -60,12 +61,21 @@ def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> 
 
 
 def index_path(component: Component) -> str:
-    """Where the component's index is, or is to be made: "" for a single file without one."""
-    if component.index_path or len(component.shards) < 2:
+    """Where the component's index is, or is to be made: "" for a single file without a number and without one.
+
+    A variant's is named as loaders look for it: model.safetensors.index.fp16.json for model.fp16-00001-of-00002
+    and for model-00001-of-00002.fp16.
+    """
+    if component.index_path:
         return component.index_path
     names = [path.rpartition("/")[2].removesuffix(".safetensors") for path in component.shards]
+    if len(names) == 1 and not _SHARD_NUMBER.search(names[0]):
+        return ""
     stems = {_SHARD_NUMBER.sub("", name) for name in names}
     stem = stems.pop() if len(stems) == 1 else _STEMS.get(component.kind, "model")
+    base, dot, variant = stem.rpartition(".")
+    if dot and variant in VARIANTS:
+        return _below(component, f"{base}.safetensors.index.{variant}.json")
     return _below(component, f"{stem}.safetensors.index.json")
 
 
@@ -83,9 +93,12 @@ def view_index(
     for path, tensors in zip(component.shards, shards, strict=True):
         file = path[prefix:]
         for tensor in tensors:
-            weight_map[tensor.name] = file
+            # A tensor that several shards hold is where the component's map says, its scale beside it.
+            if component.weight_map.get(tensor.name, path) == path:
+                weight_map[tensor.name] = file
+                if tensor.quantize:
+                    weight_map[scale_name(tensor.name, scheme)] = file
             if tensor.quantize:
-                weight_map[scale_name(tensor.name, scheme)] = file
                 rows, cols = tensor.shape
                 total += rows * cols + scale_bytes(scheme, rows, cols)
             else:

@@ -2,7 +2,7 @@
 
 A folder may hold several weight sets: HF shards beside ``consolidated.safetensors``, a ``.fp16.`` variant
 beside the full set, ``pytorch_model.bin`` beside both. A loader reads one of them; here it is decided which,
-from names and the index alone.
+from names and the index alone. docs/CHECKPOINTS.md lists the kinds and the reasons.
 """
 
 from __future__ import annotations
@@ -17,36 +17,55 @@ from fp8fs.core.index import parse_index
 from fp8fs.core.text import brief
 from fp8fs.errors import SourceInvalidError
 
-__all__ = ["WeightSet", "is_index_name", "weight_sets"]
+__all__ = ["VARIANTS", "WeightSet", "is_index_name", "weight_sets"]
 
 _SUFFIX = ".safetensors"
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[\w-]+)?\.json")
 _SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<variant>\.[^.]+)?")
-_USUAL_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+_USUAL_STEMS = ("model", "diffusion_pytorch_model", "pytorch_model")
 """Stems that loaders look for, in this order; any other is used only if none of these is there."""
 
-_VARIANTS = ("bf16", "fp32", "fp16", "non_ema")
+_DIFFUSERS_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+_DIFFUSERS_KEY = b'"_class_name"'
+"""A config.json that holds it is read by diffusers, which looks for its own stem first."""
+
+VARIANTS = ("bf16", "fp32", "fp16", "non_ema", "ema")
 """Of a model that has only variants, the one to take: the earliest here."""
+
+_ADAPTER_STEMS = frozenset({"adapter_model", "adapter", "pytorch_lora_weights"})
+_CONSOLIDATED = "consolidated"
+_MISTRAL_CONFIG = "params.json"
+_ORIGINAL = "original"
+"""Folder of a model's first publication, beside the weights that loaders read."""
 
 _OTHER_FORMAT = re.compile(
     r"(?P<stem>.+?)(-\d+-of-\d+)?(\.[\w-]+)?\.(bin|pt|pth|h5|msgpack|ot)(\.index(\.[\w-]+)?\.json)?"
 )
-_OTHER_STEMS = frozenset({*_USUAL_STEMS, "consolidated", "tf_model", "flax_model", "rust_model"})
+_OTHER_STEMS = frozenset({*_USUAL_STEMS, _CONSOLIDATED, "tf_model", "flax_model", "rust_model"})
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""Left behind by a trainer, under suffixes of weights."""
 
 
 class WeightSet(msgspec.Struct, frozen=True):
     """The weights of one folder. Paths are relative to SRC.
 
     ``shards`` by name, numbers in them by value. ``index_path``: the index that names them, or "".
-    ``indexed``: what the index says, tensor -> shard path. ``hidden``: the files of competing sets.
+    ``indexed``: what the index says, tensor -> shard path. ``hidden``: the files of competing sets, with the reason.
+    ``notes``: what else was decided, one sentence each. ``collection``: files under several names that no index ties
+    together. ``adapter``: these are not a model's weights but what is added to them. ``mistral``: Mistral's own format,
+    which is described by params.json.
     """
 
     folder: str
     shards: tuple[str, ...]
     index_path: str
     indexed: dict[str, str]
-    hidden: tuple[str, ...]
+    hidden: dict[str, str]
+    notes: tuple[str, ...] = ()
+    collection: bool = False
+    adapter: bool = False
+    mistral: bool = False
 
 
 class _Candidate:
@@ -72,6 +91,8 @@ def weight_sets(
 ) -> tuple[WeightSet, ...]:
     """The weight set of every folder that has one, the root's first.
 
+    A folder "original" beside weights is the same model as it was first published; it is no set of its own.
+
     Raises: SourceInvalidError: no safetensors at all; a shard that an index names or that a numbered set needs is not
     there, or is no regular file; several indexes of equal standing.
     """
@@ -86,7 +107,25 @@ def weight_sets(
             with_weights.add(folder)
     if not with_weights:
         raise _nothing(entries)
-    return tuple(_choose(f, folders[f], entries, texts) for f in sorted(with_weights))
+    originals = {
+        folder
+        for folder in folders
+        if name_of(folder) == _ORIGINAL and folder_of(folder) in with_weights
+    }
+    found = []
+    for folder in sorted(with_weights - originals):
+        chosen = _choose(folder, folders[folder], entries, texts)
+        original = join(folder, _ORIGINAL)
+        if original in originals and not chosen.adapter:
+            chosen.hidden.update(
+                {
+                    join(original, name): "the same weights as they were first published"
+                    for name in sorted(folders[original])
+                    if name.endswith((_SUFFIX, *_OTHER_WEIGHTS)) or is_index_name(name)
+                }
+            )
+        found.append(chosen)
+    return tuple(found)
 
 
 def _choose(
@@ -97,25 +136,17 @@ def _choose(
 ) -> WeightSet:
     """The weight set of one folder."""
     candidates = _candidates(folder, names, texts)
-    competing = _competing(candidates)
-    left = {stem: c for stem, c in candidates.items() if stem not in competing}
-    indexed = [stem for stem, c in left.items() if c.index]
-    usual = [stem for stem in _USUAL_STEMS if stem in left]
-    if len(indexed) > 1 and not usual:
-        raise SourceInvalidError(
-            f"{_where(folder)} has several indexes and no rule to choose: "
-            + ", ".join(left[stem].index for stem in indexed),
-            hint="remove all but one",
-        )
-    chosen = usual[:1] or indexed or list(left)
-    index_path, where = "", dict[str, str]()
+    doubles = _doubles(candidates)
+    left = {stem: c for stem, c in candidates.items() if stem not in doubles}
+    chosen = _chosen_stems(folder, left, texts)
+    index_path, indexed = "", dict[str, str]()
     shards: list[str] = []
     for stem in chosen:
         candidate = left[stem]
         if candidate.index:
             index_path = join(folder, candidate.index)
             index = parse_index(texts[index_path], index_path)
-            where = {tensor: join(folder, name) for tensor, name in index.weight_map.items()}
+            indexed = {tensor: join(folder, name) for tensor, name in index.weight_map.items()}
             shards += sorted(set(index.weight_map.values()))
         elif candidate.single:
             shards.append(candidate.single)
@@ -125,22 +156,101 @@ def _choose(
         raise SourceInvalidError(f"{index_path}: names no shard")
     for name in shards:
         _check_there(join(folder, name), index_path, entries)
-    stems = {*chosen, *(_stem(name) for name in shards)}
-    hidden = {
-        name
-        for stem, candidate in candidates.items()
-        if stem in competing or stem in stems
-        for name in candidate.files()
-    }
-    hidden |= {name for name in names if _is_other_format(name, stems)}
-    hidden -= {*shards, name_of(index_path)}
+    used = {*shards, name_of(index_path)}
+    hidden = _hidden(names, candidates, doubles, chosen, shards, indexed=bool(index_path))
+    adapter = all(_is_adapter(stem) for stem in chosen)
     return WeightSet(
         folder,
         tuple(join(folder, name) for name in sorted(shards, key=_natural)),
         index_path,
-        where,
-        tuple(join(folder, name) for name in sorted(hidden)),
+        indexed,
+        {join(folder, name): why for name, why in sorted(hidden.items()) if name not in used},
+        _notes(folder, names, {*used, *hidden}, indexed=bool(index_path)),
+        collection=len(chosen) > 1,
+        adapter=adapter,
+        mistral=(
+            all(stem.startswith(_CONSOLIDATED) for stem in chosen)
+            and join(folder, _MISTRAL_CONFIG) in entries
+        ),
     )
+
+
+def _chosen_stems(
+    folder: str, left: Mapping[str, _Candidate], texts: Mapping[str, bytes]
+) -> list[str]:
+    """The stem that loaders look for, else the one that has an index, else every one but an adapter's."""
+    diffusers = _DIFFUSERS_KEY in texts.get(join(folder, "config.json"), b"")
+    for usual in _DIFFUSERS_STEMS if diffusers else _USUAL_STEMS:
+        for stem in left:
+            if stem == usual or _base(stem) == usual:
+                return [stem]
+    indexed = [stem for stem, candidate in left.items() if candidate.index]
+    if indexed:
+        named = {
+            frozenset(parse_index(texts[path], path).weight_map.values())
+            for path in (join(folder, left[stem].index) for stem in indexed)
+        }
+        if len(named) > 1:
+            raise SourceInvalidError(
+                f"{_where(folder)} has several indexes and no rule to choose: "
+                + ", ".join(left[stem].index for stem in indexed),
+                hint="remove all but one",
+            )
+        return indexed[:1]
+    return [stem for stem in left if not _is_adapter(stem)] or list(left)
+
+
+def _hidden(
+    names: Iterable[str],
+    candidates: Mapping[str, _Candidate],
+    doubles: Mapping[str, str],
+    chosen: Sequence[str],
+    shards: Sequence[str],
+    *,
+    indexed: bool,
+) -> dict[str, str]:
+    """Files of the folder that hold its weights once more, each with the reason; those in use may be among them."""
+    hidden: dict[str, str] = {}
+    of_shards = {_stem(name) for name in shards}
+    for stem, candidate in candidates.items():
+        if stem in doubles:
+            hidden |= dict.fromkeys(candidate.files(), doubles[stem])
+        elif stem in chosen or stem in of_shards:
+            why = "the index does not name it" if indexed else "the same weights, cut otherwise"
+            hidden |= dict.fromkeys(candidate.files(), why)
+            if candidate.index and stem not in chosen:
+                hidden[candidate.index] = "another index of the same weights"
+        elif candidate.index or stem in _USUAL_STEMS or _base(stem) in _USUAL_STEMS:
+            hidden |= dict.fromkeys(candidate.files(), "another weight set")
+    if all(_is_adapter(stem) for stem in chosen):
+        return hidden  # what is there in other formats is not the same
+    known = {*chosen, *of_shards}
+    if indexed or any(_base(stem) in _OTHER_STEMS or stem in _OTHER_STEMS for stem in known):
+        known |= _OTHER_STEMS
+    return hidden | {
+        name: "the same weights in another format"
+        for name in names
+        if _is_other_format(name, known)
+    }
+
+
+def _notes(folder: str, names: Iterable[str], known: set[str], *, indexed: bool) -> tuple[str, ...]:
+    """What is said of weights that are neither used nor hidden."""
+    notes = []
+    for name in sorted(names):
+        if name in known:
+            continue
+        if name.endswith(_SUFFIX):
+            if _is_adapter(_stem(name)):
+                what = "an adapter"
+            else:
+                what = "not named by the index" if indexed else "not in the weight set"
+            notes.append(f"{brief(join(folder, name))}: {what}, shown as it is")
+        elif name.endswith(_OTHER_WEIGHTS) and name not in _NO_WEIGHTS:
+            notes.append(
+                f"{brief(join(folder, name))}: weights in another format, shown as they are"
+            )
+    return tuple(notes)
 
 
 def _candidates(
@@ -170,23 +280,34 @@ def _stem(name: str) -> str:
     return match["stem"] + (match["variant"] or "") if match else bare
 
 
-def _competing(stems: Iterable[str]) -> set[str]:
-    """Stems that hold the weights of another stem once more."""
+def _doubles(stems: Iterable[str]) -> dict[str, str]:
+    """Stems that hold the weights of another stem once more, with the reason."""
     every = set(stems)
-    competing = {stem for stem in every if stem.startswith("consolidated")}
-    if competing == every:
-        competing = set()
+    doubles: dict[str, str] = {}
+    consolidated = {stem for stem in every if stem.startswith(_CONSOLIDATED)}
+    if any(not _is_adapter(stem) for stem in every - consolidated):
+        doubles = dict.fromkeys(consolidated, "the same weights in Mistral's own format")
     variants: dict[str, list[str]] = {}
-    for stem in every - competing:
-        base, dot, variant = stem.rpartition(".")
-        if dot and base in every:
-            competing.add(stem)
-        elif dot and variant in _VARIANTS:
-            variants.setdefault(base, []).append(stem)
+    for stem in every - doubles.keys():
+        if base := _base(stem):
+            if base in every:
+                doubles[stem] = f"a variant of {brief(base)}"
+            else:
+                variants.setdefault(base, []).append(stem)
     for alike in variants.values():
-        alike.sort(key=lambda stem: _VARIANTS.index(stem.rpartition(".")[2]))
-        competing.update(alike[1:])
-    return competing
+        alike.sort(key=lambda stem: VARIANTS.index(stem.rpartition(".")[2]))
+        doubles |= dict.fromkeys(alike[1:], f"another variant of {brief(alike[0])}")
+    return doubles
+
+
+def _base(stem: str) -> str:
+    """The stem of which this one is a variant ("model" of "model.fp16"), or ""."""
+    base, _, variant = stem.rpartition(".")
+    return base if variant in VARIANTS else ""
+
+
+def _is_adapter(stem: str) -> bool:
+    return stem in _ADAPTER_STEMS
 
 
 def _numbered(folder: str, stem: str, sharded: Mapping[int, Mapping[int, str]]) -> list[str]:
@@ -220,11 +341,11 @@ def _check_there(path: str, index_path: str, entries: Mapping[str, SourceEntry])
 
 
 def _is_other_format(name: str, stems: set[str]) -> bool:
-    """Whether a file holds the same weights in another format."""
+    """Whether a file holds the weights of one of *stems* in another format."""
     match = _OTHER_FORMAT.fullmatch(name)
-    if match is None:
-        return False
-    return match["stem"].partition(".")[0] in _OTHER_STEMS or match["stem"] in stems
+    return match is not None and (
+        match["stem"] in stems or match["stem"].partition(".")[0] in stems
+    )
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

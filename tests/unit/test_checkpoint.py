@@ -89,7 +89,8 @@ def test_a_transformers_model_at_the_root():
     assert (found.index_path, found.config_path, found.config) == (INDEX, "config.json", LLAMA)
     assert found.default_quantized
     assert found.already_quantized == ""
-    assert found.hidden == ()
+    assert found.hidden == {}
+    assert (found.notes, found.warnings) == ((), ())
 
 
 def test_a_sharded_set_needs_no_index():
@@ -241,7 +242,9 @@ def test_a_single_file_beside_an_index_is_a_double():
     tree.add("model.safetensors", ("a",)).add("model-00003-of-00003.safetensors", ("z",))
     found = tree.one()
     assert found.shards == (S1, S2)
-    assert found.hidden == ("model-00003-of-00003.safetensors", "model.safetensors")
+    assert found.hidden == dict.fromkeys(
+        ("model-00003-of-00003.safetensors", "model.safetensors"), "the index does not name it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,23 +314,31 @@ def test_a_numbered_set_must_be_complete():
 
 
 def test_several_indexes_of_equal_standing_are_refused():
-    """No rule tells which is meant."""
-    tree = Tree().add("a.safetensors", ("t",))
+    """No rule tells which is meant, unless they name the same shards."""
+    tree = Tree().add("a.safetensors", ("t",)).add("b.safetensors", ("t",))
     tree.index("p.safetensors.index.json", t="a.safetensors")
-    tree.index("q.safetensors.index.json", t="a.safetensors")
+    tree.index("q.safetensors.index.json", t="b.safetensors")
     assert "p.safetensors.index.json, q.safetensors.index.json" in tree.refusal()
 
 
-def test_a_tensor_in_two_shards_is_refused():
-    """Two loaders could take different ones."""
+def test_a_tensor_in_two_shards_is_in_both():
+    """The map has the one that the index names, else the last; it must be stated alike."""
     tree = Tree().add(S1, ("a",)).add(S2, ("a",))
-    assert tree.refusal() == f'tensor "a" is in two shards, {S1} and {S2}'
+    assert tree.one().weight_map == {"a": S2}
+    assert '1 tensor ("a") in more than one shard' in tree.one().warnings[0]
+    assert tree.index(INDEX, a=S1, x=S2).one().weight_map == {"a": S1}
+    tree.add(S1, header("a", dtype="F16"))
+    assert tree.refusal() == f'tensor "a" is in two shards, {S1} and {S2}, as F16[1] and BF16[1]'
 
 
-def test_an_index_entry_must_be_in_its_shard():
-    """The index is believed only where the header agrees."""
-    what = llama().index(INDEX, a=S2, b=S1, c=S2).refusal()
-    assert what == f'{INDEX}: says tensor "a" is in {S2}, which has no such tensor'
+def test_headers_beat_the_index():
+    """A tensor is where its header is; what the index has wrong is said."""
+    found = llama().index(INDEX, a=S2, c=S2, d=S1, e=S1).one()
+    assert found.weight_map == {"a": S1, "b": S1, "c": S2}
+    nowhere, elsewhere, lacks = found.warnings
+    assert '2 tensors ("d" and others) in no shard' in nowhere
+    assert 'another shard than the right one for 1 tensor ("a")' in elsewhere
+    assert 'lacks 1 tensor ("b")' in lacks
 
 
 def test_a_folder_of_adapters_is_no_component():

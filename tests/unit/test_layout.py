@@ -424,7 +424,9 @@ def test_competing_weight_sets_are_hidden() -> None:
     texts = {**LLM, "model.safetensors.index.json": index_of(shapes)}
     source = checkpoint(shapes, texts, extra={"consolidated.safetensors": "file"})
     planned = make_plan(source)
-    assert planned.hidden == ("consolidated.safetensors",)
+    assert planned.hidden == {
+        "consolidated.safetensors": "the same weights in Mistral's own format"
+    }
     assert "consolidated.safetensors" not in planned.entries
 
 

@@ -130,4 +130,4 @@ def test_the_plan_as_json() -> None:
         "reason": "linear weight in a repeated block",
     }
     assert facts["plan_id"] == planned.plan_id
-    assert facts["hidden"] == []
+    assert facts["hidden"] == {}
