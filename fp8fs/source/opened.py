@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,8 +23,17 @@ from fp8fs.core.fingerprint import Fingerprint, Hint, identity, resolve, settle_
 from fp8fs.core.text import brief
 from fp8fs.errors import SourceInvalidError
 from fp8fs.source.handles import Handles
-from fp8fs.source.reading import read_shards, read_text, refuse_unfinished
-from fp8fs.source.scan import Location, changed, difference, locate, open_planned, scan
+from fp8fs.source.reading import read_shards, read_text, refuse_unfinished, unfinished
+from fp8fs.source.scan import (
+    Location,
+    changed,
+    count_snapshots,
+    difference,
+    locate,
+    open_planned,
+    scan,
+    unfinished_blobs,
+)
 
 __all__ = ["Source", "hints_key"]
 
@@ -88,7 +97,13 @@ class Source:
         entries = scan(location.root)
         refuse_unfinished(entries.values())
         texts = {text: read_text(location.root, entries[text]) for text in text_files(entries)}
-        planned = [entries[shard] for shard in weight_files(entries, texts)]
+        awaited = unfinished_blobs(location)
+        if awaited and count_snapshots(location) == 1:
+            raise unfinished(awaited[0])
+        try:
+            planned = [entries[shard] for shard in weight_files(entries, texts)]
+        except SourceInvalidError as err:
+            raise (unfinished(awaited[0]) if awaited else err) from err
         read = read_shards(location.root, planned)
         components = classify(entries, texts, {p: found.header for p, found in read.items()})
         settled: dict[str, Hint] = {}
@@ -105,7 +120,7 @@ class Source:
         pipeline = "model_index.json" in texts
         return cls(
             location,
-            Checkpoint(entries, shards, components, texts, pipeline),
+            Checkpoint(entries, shards, components, texts, pipeline, _of_other_revisions(awaited)),
             {shard: read[shard].fingerprint for shard in shards},
             settled,
             max_open_files,
@@ -215,6 +230,14 @@ class Source:
         except OSError as err:
             return f"was there, now: {os.strerror(err.errno or 0)}"
         return difference(entry, facts)
+
+
+def _of_other_revisions(awaited: Sequence[str]) -> tuple[str, ...]:
+    """What is said of downloads that do not seem to be part of this snapshot, which is one of several."""
+    return tuple(
+        f"{path}: a download that is not finished; it is taken for another revision's"
+        for path in awaited[:1]
+    )
 
 
 def _hint(entry: SourceEntry, unsalted: str) -> Hint:

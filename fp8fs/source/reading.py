@@ -22,7 +22,7 @@ from fp8fs.core.text import brief
 from fp8fs.errors import SourceInvalidError
 from fp8fs.source.scan import changed, difference, open_planned
 
-__all__ = ["ReadShard", "read_shards", "read_text", "refuse_unfinished"]
+__all__ = ["ReadShard", "read_shards", "read_text", "refuse_unfinished", "unfinished"]
 
 _FIRST_READ = 64 << 10
 """Covers nearly every header in one call."""
@@ -30,6 +30,9 @@ _FIRST_READ = 64 << 10
 _MAX_TEXT_BYTES = 100_000_000
 _READERS = 8
 _LFS = b"version https://git-lfs"
+_LOCAL_DOWNLOADS = "/.cache/huggingface/download/"
+"""Where a download into a plain folder keeps what has not arrived in full."""
+
 _BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
@@ -43,13 +46,21 @@ class ReadShard(NamedTuple):
 def refuse_unfinished(entries: Iterable[SourceEntry]) -> None:
     """Refuse by name what a download left behind half-way."""
     for entry in entries:
-        unfinished = entry.path.endswith(".safetensors.incomplete")
-        if unfinished or (entry.kind == "file" and entry.link.endswith(".incomplete")):
-            raise SourceInvalidError(
-                f"{brief(entry.path)}: the download of it is not finished",
-                hint="finish the download",
-                file=brief(entry.path),
-            )
+        linked = entry.kind == "file" and entry.link.endswith(".incomplete")
+        named = entry.path.endswith(".incomplete") and (
+            entry.path.endswith(".safetensors.incomplete") or _LOCAL_DOWNLOADS in f"/{entry.path}"
+        )
+        if linked or named:
+            raise unfinished(entry.path)
+
+
+def unfinished(path: str) -> SourceInvalidError:
+    """The refusal of a download that has not ended."""
+    return SourceInvalidError(
+        f"{brief(path)}: the download of it is not finished",
+        hint="finish the download, or remove this file if nothing is missing",
+        file=brief(path),
+    )
 
 
 def read_text(root: str, entry: SourceEntry) -> bytes:

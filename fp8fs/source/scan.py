@@ -7,14 +7,31 @@ import os
 import stat
 from typing import NamedTuple
 
+import msgspec
+
 from fp8fs.core.checkpoint import SourceEntry
+from fp8fs.core.entries import folder_of
 from fp8fs.core.text import brief
 from fp8fs.errors import SourceChangedError, SourceInvalidError
 
-__all__ = ["Location", "changed", "difference", "locate", "open_planned", "scan"]
+__all__ = [
+    "Location",
+    "changed",
+    "count_snapshots",
+    "difference",
+    "locate",
+    "open_planned",
+    "scan",
+    "unfinished_blobs",
+]
 
 _MAX_ENTRIES = 1_000_000
 """More names than any checkpoint has; stops a walk over "/"."""
+
+_MAX_LINKED_ENTRIES = 10_000
+"""A linked folder outside SRC with more names than this is shown as a link, not as a folder."""
+
+_MAX_NESTED_LINKS = 8
 
 _REMOUNT = "unmount and mount again"
 
@@ -44,6 +61,8 @@ def locate(path: str) -> Location:
         )
     if _is_repository(root):
         root = _snapshot(root)
+    else:
+        _refuse_cache(root)
     above = root
     while above != "/":
         above, name = os.path.split(above)
@@ -55,6 +74,43 @@ def locate(path: str) -> Location:
 def _is_repository(folder: str) -> bool:
     """Whether a folder is laid out as a repository of the HF cache."""
     return all(os.path.isdir(os.path.join(folder, part)) for part in ("blobs", "snapshots"))
+
+
+def _refuse_cache(folder: str) -> None:
+    """Refuse a whole HF cache: it holds many models, and none of them by itself."""
+    models = sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.name.startswith("models--") and _is_repository(entry.path)
+    )
+    if models:
+        shown = ", ".join(map(brief, models[:3])) + (", ..." if len(models) > 3 else "")
+        raise SourceInvalidError(
+            f"{brief(folder)}: is a Hugging Face cache with {len(models)} models: {shown}",
+            hint=f"name one of them: {os.path.join(brief(folder), brief(models[0]))}",
+        )
+
+
+def unfinished_blobs(location: Location) -> list[str]:
+    """Blobs of an HF cache repository whose download has not ended, by path in the repository."""
+    try:
+        names = set(os.listdir(os.path.join(location.bind_root, "blobs")))
+    except OSError:
+        return []
+    if not location.bind_prefix:
+        return []
+    return sorted(
+        f"blobs/{name}"
+        for name in names
+        if name.endswith(".incomplete") and name.partition(".")[0] not in names
+    )
+
+
+def count_snapshots(location: Location) -> int:
+    """Revisions in an HF cache repository."""
+    return sum(
+        entry.is_dir() for entry in os.scandir(os.path.join(location.bind_root, "snapshots"))
+    )
 
 
 def _snapshot(repository: str) -> str:
@@ -81,12 +137,26 @@ def _snapshot(repository: str) -> str:
 
 
 def scan(root: str) -> dict[str, SourceEntry]:
-    """Every name below *root*, sorted, parents first. Symlinks to folders are not followed.
+    """Every name below *root*, sorted, parents first.
 
+    A symlink to a folder inside SRC stays one; its text is made relative, so that in the view it leads to the view's
+    folder. One to a folder outside is walked as if the folder were there. Where that has no end or too many names, the
+    link stays, with an absolute text.
     Raises: SourceInvalidError for a folder that cannot be listed.
     """
     entries: dict[str, SourceEntry] = {}
-    folders = [""]
+    if not _walk(root, "", entries, _MAX_ENTRIES, {root: ""}):
+        raise SourceInvalidError(
+            f"{brief(root)}: holds more than {_MAX_ENTRIES} names, no checkpoint does"
+        )
+    return dict(sorted(entries.items()))
+
+
+def _walk(
+    root: str, start: str, entries: dict[str, SourceEntry], limit: int, roots: dict[str, str]
+) -> bool:
+    """Add every name below *start*; False if there are more than *limit*. *roots*: folders under way, real path -> path."""
+    folders = [start]
     while folders:
         folder = folders.pop()
         try:
@@ -96,18 +166,50 @@ def scan(root: str) -> dict[str, SourceEntry]:
                     entry = _entry(path, found)
                     if entry is None:
                         continue
-                    entries[path] = entry
-                    if entry.kind == "dir":
+                    if entry.kind == "link" and os.path.isdir(found.path):
+                        entry = _linked_folder(root, entry, entries, roots)
+                    elif entry.kind == "dir":
                         folders.append(path)
+                    entries[path] = entry
         except OSError as err:
             raise SourceInvalidError(
                 f"{brief(folder or root)}: cannot be listed: {os.strerror(err.errno or 0)}"
             ) from err
-        if len(entries) > _MAX_ENTRIES:
-            raise SourceInvalidError(
-                f"{brief(root)}: holds more than {_MAX_ENTRIES} names, no checkpoint does"
+        if len(entries) > limit:
+            return False
+    return True
+
+
+def _linked_folder(
+    root: str, entry: SourceEntry, entries: dict[str, SourceEntry], roots: dict[str, str]
+) -> SourceEntry:
+    """What a symlink to a folder is in the view; what is below it is added where it is shown as a folder."""
+    target = os.path.realpath(os.path.join(root, entry.path))
+    for real, shown in roots.items():
+        if _is_inside(target, real):
+            below = os.path.normpath(os.path.join(shown or ".", os.path.relpath(target, real)))
+            here = folder_of(entry.path)
+            if os.path.normpath(os.path.join(here, entry.link)) == below:
+                return entry
+            return msgspec.structs.replace(entry, link=os.path.relpath(below, here or "."))
+    if len(roots) <= _MAX_NESTED_LINKS and not any(_is_inside(real, target) for real in roots):
+        linked: dict[str, SourceEntry] = {}
+        try:
+            facts = os.stat(target)
+            complete = _walk(
+                root, entry.path, linked, _MAX_LINKED_ENTRIES, {**roots, target: entry.path}
             )
-    return dict(sorted(entries.items()))
+        except (OSError, SourceInvalidError):
+            complete = False
+        if complete:
+            entries.update(linked)
+            return _describe(entry.path, "dir", facts, entry.link)
+    return msgspec.structs.replace(entry, link=target)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Whether *path* is *folder* or below it; both real."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _entry(path: str, found: os.DirEntry[str]) -> SourceEntry | None:
@@ -126,6 +228,11 @@ def _entry(path: str, found: os.DirEntry[str]) -> SourceEntry | None:
             target = facts
         if not stat.S_ISDIR(target.st_mode) and not stat.S_ISLNK(target.st_mode):
             facts, kind = target, _kind(target.st_mode)
+    return _describe(path, kind, facts, link)
+
+
+def _describe(path: str, kind: str, facts: os.stat_result, link: str) -> SourceEntry:
+    """The entry for a name with these stat facts."""
     return SourceEntry(
         path=path,
         kind=kind,
