@@ -157,9 +157,8 @@ class _Planner:
         for component in self.components:
             self.warnings += [f"{shown(component)}: {said}" for said in component.warnings]
             self.notes += [f"{shown(component)}: {said}" for said in component.notes]
-            if (
-                component.path in self.schemes
-            ):  # where all is BF16, no weight set is in another's way
+            # Where all is in the source's dtype, no weight set is in another's way.
+            if component.path in self.schemes:
                 hidden |= component.hidden
         entries = self._entries(shards, hidden)
         return Plan(
