@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fp8fs.version import __version__
+
 if TYPE_CHECKING:
     from fp8fs.api import build, mounted
 
 __all__ = ["__version__", "build", "mounted"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

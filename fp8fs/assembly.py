@@ -20,7 +20,6 @@ from typing import Self
 
 import msgspec
 
-from fp8fs import __version__
 from fp8fs.core.attributes import Owner
 from fp8fs.core.checkpoint import Checkpoint
 from fp8fs.core.fingerprint import Hint, encode_hints, parse_hints
@@ -41,6 +40,7 @@ from fp8fs.quant import make_quantizer
 from fp8fs.source import Source, hints_key
 from fp8fs.store.store import Pin, Store, Tree
 from fp8fs.tree import TreeKeeper
+from fp8fs.version import __version__
 from fp8fs.view import View
 
 __all__ = [

@@ -20,7 +20,6 @@ Codes and exit codes are API: never renumbered, never reused (docs/CLI.md lists 
 from __future__ import annotations
 
 import errno as _errno
-import logging
 from typing import ClassVar
 
 __all__ = [
@@ -51,6 +50,9 @@ __all__ = [
     "ViewError",
 ]
 
+ERROR, DEBUG = 40, 10
+"""Log levels, as numbers: the rooms inside may not know logging."""
+
 Fact = str | int | float | bool | None
 
 
@@ -64,7 +66,7 @@ class Fp8fsError(Exception):
     code: ClassVar[str] = "error"
     exit: ClassVar[int] = 70
     errno: ClassVar[int] = _errno.EIO
-    level: ClassVar[int] = logging.ERROR
+    level: ClassVar[int] = ERROR
 
     def __init__(self, what: str, *, hint: str = "", **facts: Fact) -> None:
         super().__init__(what)
@@ -182,7 +184,7 @@ class VerifyFailedError(Fp8fsError):
 class ViewError(Fp8fsError):
     """An ordinary negative answer of the view; logged at debug."""
 
-    code, exit, level = "view", 70, logging.DEBUG
+    code, exit, level = "view", 70, DEBUG
 
 
 class NoSuchPathError(ViewError):

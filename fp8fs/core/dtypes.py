@@ -17,34 +17,33 @@ class DType(NamedTuple):
     name: str
     bits: int
     align: int
-    floating: bool
 
 
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
-        DType("BOOL", 8, 1, False),
-        DType("F4", 4, 1, True),
-        DType("F6_E2M3", 6, 1, True),
-        DType("F6_E3M2", 6, 1, True),
-        DType("U8", 8, 1, False),
-        DType("I8", 8, 1, False),
-        DType("F8_E5M2", 8, 1, True),
-        DType("F8_E4M3", 8, 1, True),
-        DType("F8_E8M0", 8, 1, True),
-        DType("F8_E4M3FNUZ", 8, 1, True),
-        DType("F8_E5M2FNUZ", 8, 1, True),
-        DType("I16", 16, 2, False),
-        DType("U16", 16, 2, False),
-        DType("F16", 16, 2, True),
-        DType("BF16", 16, 2, True),
-        DType("I32", 32, 4, False),
-        DType("U32", 32, 4, False),
-        DType("F32", 32, 4, True),
-        DType("C64", 64, 4, True),
-        DType("F64", 64, 8, True),
-        DType("I64", 64, 8, False),
-        DType("U64", 64, 8, False),
+        DType("BOOL", 8, 1),
+        DType("F4", 4, 1),
+        DType("F6_E2M3", 6, 1),
+        DType("F6_E3M2", 6, 1),
+        DType("U8", 8, 1),
+        DType("I8", 8, 1),
+        DType("F8_E5M2", 8, 1),
+        DType("F8_E4M3", 8, 1),
+        DType("F8_E8M0", 8, 1),
+        DType("F8_E4M3FNUZ", 8, 1),
+        DType("F8_E5M2FNUZ", 8, 1),
+        DType("I16", 16, 2),
+        DType("U16", 16, 2),
+        DType("F16", 16, 2),
+        DType("BF16", 16, 2),
+        DType("I32", 32, 4),
+        DType("U32", 32, 4),
+        DType("F32", 32, 4),
+        DType("C64", 64, 4),
+        DType("F64", 64, 8),
+        DType("I64", 64, 8),
+        DType("U64", 64, 8),
     )
 }
 
