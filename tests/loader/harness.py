@@ -12,8 +12,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,10 @@ def engine_python(engine: str) -> Path:
 
 
 def run_script(
-    engine: str,
-    script: str,
-    *arguments: object,
-    workdir: Path,
-    plugin: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
+    engine: str, script: str, *arguments: object, workdir: Path, site: Path | None = None
 ) -> Any:
     """Run one script of ``engine_side/`` and return its result."""
-    return run_scripts(
-        engine, script, [arguments], workdir=workdir, plugin=plugin, timeout_s=timeout_s
-    )[0]
+    return run_scripts(engine, script, [arguments], workdir=workdir, site=site)[0]
 
 
 def run_scripts(
@@ -61,30 +55,37 @@ def run_scripts(
     argument_lists: Sequence[Sequence[object]],
     *,
     workdir: Path,
-    plugin: Path | None = None,
-    timeout_s: float = TIMEOUT_S,
+    site: Path | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run a script once per argument list, all at the same time, and return the results in order.
 
-    Raises: AssertionError with the end of the logs if any process fails; all are ended then.
+    ``site``: a folder with more packages, such as ``install_plugin`` makes; ``settings``: environment variables.
+    Each process logs to ``workdir/logN.txt``.
+    Raises: AssertionError with the end of the log if any process fails or is not done in time; all are ended then.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for number, arguments in enumerate(argument_lists):
-        result, log_path = workdir / f"result{number}.json", workdir / f"log{number}.txt"
-        command = [engine_python(engine), ENGINE_SIDE / script, *arguments, "--result", result]
-        with log_path.open("w") as log:
-            process = subprocess.Popen(
-                [str(part) for part in command],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(plugin),
-            )
-        runs.append((process, result, log_path))
+    environment = _environment(site) | dict(settings or {})
+    runs: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
     try:
+        for number, arguments in enumerate(argument_lists):
+            result, log_path = workdir / f"result{number}.json", workdir / f"log{number}.txt"
+            command = [engine_python(engine), ENGINE_SIDE / script, *arguments, "--result", result]
+            with log_path.open("w") as log:
+                process = subprocess.Popen(
+                    [str(part) for part in command], stdout=log, stderr=log, env=environment
+                )
+            runs.append((process, result, log_path))
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(process.poll() is None for process, _, _ in runs):
+            for process, _, log_path in runs:  # one failed rank leaves the others waiting for it
+                assert not process.poll(), f"{script}: exit {process.poll()}:\n{_end_of(log_path)}"
+            assert time.monotonic() < deadline, (
+                f"{script} took over {TIMEOUT_S} s:\n{_end_of(log_path)}"
+            )
+            time.sleep(0.1)
         for process, _, log_path in runs:
-            status = process.wait(timeout=timeout_s)
-            assert status == 0, f"{script} ended with {status}:\n{_end_of(log_path)}"
+            assert not process.poll(), f"{script}: exit {process.poll()}:\n{_end_of(log_path)}"
         return [json.loads(result.read_text()) for _, result, _ in runs]
     finally:
         for process, _, _ in runs:
@@ -99,12 +100,15 @@ def run_omni_ranks(
     model: str,
     world: int,
     workdir: Path,
-    plugin: Path | None = None,
+    site: Path | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Load a pipeline with *world* gloo ranks of vLLM-Omni's DLO; one result per rank."""
     shared = (pipeline, "--model", model, "--world", world, "--port", free_port(), *options)
     ranks = [(*shared, "--rank", rank) for rank in range(world)]
-    return run_scripts("vllm-omni", "omni_load.py", ranks, workdir=workdir, plugin=plugin)
+    return run_scripts(
+        "vllm-omni", "omni_load.py", ranks, workdir=workdir, site=site, settings=settings
+    )
 
 
 def make_omni_source(model: str, pipeline: Path) -> dict[str, Any]:
@@ -149,11 +153,11 @@ def free_port() -> int:
     return port
 
 
-def _environment(plugin: Path | None) -> dict[str, str]:
+def _environment(site: Path | None) -> dict[str, str]:
     """The caller's environment without its Python settings, one thread per process, offline."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return kept | {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (ENGINE_SIDE / "site", plugin) if path),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (ENGINE_SIDE / "site", site) if path),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

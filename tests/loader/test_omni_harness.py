@@ -62,7 +62,7 @@ def test_per_tensor_is_mapped_and_equals_online_fp8(
     """With the plugin, a per-tensor view is mapped by two ranks, and what they compute with equals online FP8."""
     pipeline = view(model, "per_tensor", runtime_names=runtime_names)
     mapped = harness.run_omni_ranks(
-        pipeline, model=model, world=2, workdir=tmp_path / "mapped", plugin=plugin
+        pipeline, model=model, world=2, workdir=tmp_path / "mapped", site=plugin
     )
     assert_right(mapped)
     assert all(result["mapped"] and result["group_size"] == 2 for result in mapped)
@@ -74,7 +74,7 @@ def test_per_tensor_is_mapped_and_equals_online_fp8(
         model=model,
         world=1,
         workdir=tmp_path / "online",
-        plugin=plugin,
+        site=plugin,
     )
     assert not online[0]["mapped"]
     assert {digests(result) for result in mapped} == {digests(online[0])}
@@ -103,7 +103,7 @@ def test_rank_local_reads_the_mapping(
     """Without AllGather each rank streams from the mapping itself, with the same bytes."""
     pipeline = view("h3", "per_tensor")
     results = harness.run_omni_ranks(
-        pipeline, "--rank-local", model="h3", world=2, workdir=tmp_path / "run", plugin=plugin
+        pipeline, "--rank-local", model="h3", world=2, workdir=tmp_path / "run", site=plugin
     )
     assert_right(results)
     assert all(result["mapped"] and result["rank_local"] for result in results)
@@ -121,7 +121,7 @@ def test_block_scales_suit_the_cuda_kernels(
         model="h3",
         world=2,
         workdir=tmp_path / "run",
-        plugin=plugin,
+        site=plugin,
     )
     # DeepGEMM halves the scale of a block whose largest value was rounded down to a power of two, and doubles its bytes.
     assert_right(results, same_bytes=kernel != "deepgemm-block")
@@ -139,7 +139,7 @@ def test_cutlass_takes_the_finished_per_tensor_linears(
         model="h3",
         world=2,
         workdir=tmp_path / "run",
-        plugin=plugin,
+        site=plugin,
     )
     assert_right(results)
     assert all(result["mapped"] for result in results)
@@ -151,7 +151,53 @@ def test_plugin_leaves_foreign_checkpoints_alone(
     """A checkpoint without fp8fs's manifest is treated as if the plugin were not installed."""
     pipeline = view("h3", "per_tensor", marked=False)
     results = harness.run_omni_ranks(
-        pipeline, model="h3", world=1, workdir=tmp_path / "run", plugin=plugin
+        pipeline, model="h3", world=1, workdir=tmp_path / "run", site=plugin
     )
     assert not results[0]["mapped"]
+    assert_right(results)
+
+
+def test_plugin_can_be_switched_off(
+    view: Callable[..., Path], plugin: Path, tmp_path: Path
+) -> None:
+    """With FP8FS_VLLM_OMNI=0 a view goes through the ordinary loader."""
+    results = harness.run_omni_ranks(
+        view("h3", "per_tensor"),
+        model="h3",
+        world=1,
+        workdir=tmp_path / "run",
+        site=plugin,
+        settings={"FP8FS_VLLM_OMNI": "0"},
+    )
+    assert not results[0]["mapped"]
+    assert_right(results)
+
+
+def test_plugin_steps_aside_for_an_unknown_engine(
+    view: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With a release that it was not tested with, the plugin says so in one line and changes nothing."""
+    site = harness.install_plugin(tmp_path / "site")
+    other = site / "vllm_omni-9.9.9.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 9.9.9\n")
+    results = harness.run_omni_ranks(
+        view("h3", "per_tensor"), model="h3", world=1, workdir=tmp_path / "run", site=site
+    )
+    assert not results[0]["mapped"]
+    assert_right(results)
+    log = (tmp_path / "run" / "log0.txt").read_text()
+    assert log.count("fp8fs plugin is not active: vllm-omni 9.9.9") == 1
+
+
+@pytest.mark.parametrize("model", ["wan", "qwen"])
+def test_checkpoint_names_fall_back(
+    model: str, view: Callable[..., Path], plugin: Path, tmp_path: Path
+) -> None:
+    """A view of Wan or Qwen-Image that keeps the checkpoint's names cannot be mapped, and loads all the same."""
+    results = harness.run_omni_ranks(
+        view(model, "per_tensor"), model=model, world=1, workdir=tmp_path / "run", site=plugin
+    )
+    assert not results[0]["mapped"]
+    assert "no checkpoint binding" in results[0]["fallback_reason"]
     assert_right(results)
