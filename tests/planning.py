@@ -9,10 +9,11 @@ from math import prod
 
 from fp8fs.core.checkpoint import Checkpoint, SourceEntry, SourceShard, classify
 from fp8fs.core.header import Header, TensorEntry
-from fp8fs.core.layout import Plan, plan
+from fp8fs.core.layout import Plan, Unit, plan
+from fp8fs.core.profiles import Profile, parse_document
 from fp8fs.core.recipe import Recipe
 
-__all__ = ["LLM", "Shapes", "checkpoint", "linears", "make_plan", "unit_of"]
+__all__ = ["LLM", "Shapes", "checkpoint", "linears", "make_plan", "profile", "unit_of"]
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> dtype and shape."""
@@ -30,7 +31,8 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
 }
 
-LLM = {"config.json": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}
+LLM = {"config.json": {"architectures": ["TinyForCausalLM"], "model_type": "tiny"}}
+"""A class that no profile knows: the generic rule decides."""
 
 
 def linears(*names: str, shape: tuple[int, int] = (32, 64), dtype: str = "BF16") -> Shapes:
@@ -99,11 +101,30 @@ def _identity(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def make_plan(source: Checkpoint, **recipe: object) -> Plan:
-    """The plan of a checkpoint under a recipe given by its fields."""
-    return plan(source, Recipe(**recipe), quantizer_version="1")  # type: ignore[arg-type]
+def make_plan(source: Checkpoint, *, profile: Profile | None = None, **recipe: object) -> Plan:
+    """The plan of a checkpoint under a recipe given by its fields. *profile*: that of every component, in place of the real ones."""
+    more = {} if profile is None else {"find_profile": lambda _name, _kind: profile}
+    return plan(source, Recipe(**recipe), quantizer_version="1", **more)  # type: ignore[arg-type]
 
 
-def unit_of(planned: Plan, name: str) -> object:
+def profile(*linears: Mapping[str, object], **facts: object) -> Profile:
+    """A profile of these linears, for a class that no engine has."""
+    record = {
+        "class": "TinyModel",
+        "module": "tiny",
+        "matches": ["TinyModel"],
+        "blocks": [],
+        "linears": linears,
+        "renames": {},
+        "dtypes": {},
+        "names_complete": True,
+        **facts,
+    }
+    content = {"engine": "engine", "version": "1.0", "kind": "diffusers", "not_derived": {}}
+    document = parse_document(json.dumps({**content, "profiles": [record]}).encode())
+    return Profile(document, document.profiles)
+
+
+def unit_of(planned: Plan, name: str) -> Unit:
     """The unit of that name, wherever it is."""
     return next(unit for shard in planned.shards for unit in shard.units if unit.name == name)

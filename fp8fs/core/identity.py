@@ -53,7 +53,7 @@ def object_id(
         str(len(placed.preamble)),
     )
     units = [
-        f"{unit.scheme}:{groups[unit.group].id if unit.group >= 0 else ''}:{_source_facts(unit, identities)}"
+        f"{unit.scheme}:{groups[unit.group].id if unit.group >= 0 else ''}:{_source_facts(unit, identities)}{_row_facts(unit)}"
         for unit in placed.units
     ]
     hasher = hashlib.blake2b("\0".join((*head, "")).encode("utf-8"), digest_size=_DIGEST_BYTES)
@@ -96,3 +96,10 @@ def _source_facts(unit: Unit, identities: Sequence[str]) -> str:
     else:
         pieces = ",".join(f"{identities[p.shard]}+{p.file_offset}+{p.nbytes}" for p in unit.pieces)
     return f"{unit.dtype}:{unit.rows}:{unit.cols}:{pieces}"
+
+
+def _row_facts(unit: Unit) -> str:
+    """Where a unit's rows go, if not in order."""
+    if not unit.row_runs:
+        return ""
+    return ":" + ",".join(f"{run.row}+{run.rows}+{run.data_row}" for run in unit.row_runs)

@@ -18,8 +18,8 @@ import msgspec
 
 from fp8fs.core.attributes import ROOT, Owner, strictest
 from fp8fs.core.checkpoint import Checkpoint, Component, SourceEntry
-from fp8fs.core.dtypes import FP8
-from fp8fs.core.fusion import FUSIONS, Fusion
+from fp8fs.core.component_view import ComponentView, FindProfile
+from fp8fs.core.dtypes import FP8, nbytes
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
 from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
 from fp8fs.core.plan import (
@@ -36,25 +36,11 @@ from fp8fs.core.plan import (
     ViewShard,
     tiles,
 )
-from fp8fs.core.recipe import (
-    Decision,
-    Recipe,
-    check_recipe,
-    choose_components,
-    scheme_of,
-    shown,
-)
-from fp8fs.core.selection import check_patterns, select
-from fp8fs.core.texts import (
-    fused_block_warning,
-    ignored_modules,
-    index_path,
-    scheme_warning,
-    view_config,
-    view_index,
-)
-from fp8fs.core.view_names import ViewNames, join_names
-from fp8fs.errors import SourceInvalidError, UsageError
+from fp8fs.core.profiles import find
+from fp8fs.core.recipe import Decision, Recipe, check_recipe, choose_components, shown
+from fp8fs.core.selection import check_patterns
+from fp8fs.core.texts import index_path, view_config, view_index
+from fp8fs.errors import SourceInvalidError
 
 __all__ = [
     "Cut",
@@ -68,7 +54,6 @@ __all__ = [
     "Tile",
     "Unit",
     "ViewEntry",
-    "ViewNames",
     "ViewShard",
     "plan",
     "tiles",
@@ -81,19 +66,16 @@ def plan(
     *,
     quantizer_version: str,
     owner: Owner | None = None,
-    fusions: Sequence[Fusion] = FUSIONS,
-    view_names: Mapping[str, ViewNames] | None = None,
+    find_profile: FindProfile = find,
 ) -> Plan:
     """The whole view of *checkpoint* under *recipe*.
 
-    *owner*: whom made files can belong to (None: root, anybody). *view_names*: by component, for ``names`` "runtime".
+    *owner*: whom made files can belong to (None: root, anybody).
     Raises: UsageError for a recipe that does not fit; SourceInvalidError for a source that cannot be quantized.
-    Cost:   no I/O; about 8 microseconds per tensor.
+    Cost:   no I/O beyond the profiles, which are read once; about 8 microseconds per tensor.
     """
     check_recipe(recipe)
-    return _Planner(
-        checkpoint, recipe, quantizer_version, owner or ROOT, fusions, view_names or {}
-    ).plan()
+    return _Planner(checkpoint, recipe, quantizer_version, owner or ROOT, find_profile).plan()
 
 
 RESERVED = ".fp8fs"
@@ -118,15 +100,13 @@ class _Planner:
         recipe: Recipe,
         quantizer_version: str,
         owner: Owner,
-        fusions: Sequence[Fusion],
-        view_names: Mapping[str, ViewNames],
+        find_profile: FindProfile,
     ) -> None:
         self.checkpoint = checkpoint
         self.recipe = recipe
         self.quantizer_version = quantizer_version
         self.owner = owner
-        self.fusions = fusions
-        self.view_names = view_names
+        self.find_profile = find_profile
         self.components = sorted(checkpoint.components, key=lambda component: component.path)
         self.headers = {path: shard.header for path, shard in checkpoint.shards.items()}
         self.source_shards: list[str] = []
@@ -187,44 +167,77 @@ class _Planner:
             for path in component.shards
             for name in self.headers[path].tensors
         ]
-        self._report(component, decisions, "")
+        self._report(component, decisions, "", {})
 
     def _quantize(self, component: Component) -> None:
         """Plan the component's shards, index and config; or pass it through if no tensor of it is quantized."""
-        scheme = scheme_of(component, self.recipe)
-        decisions = select(component, self.headers, self.recipe, self.fusions)
-        self._report(component, decisions, scheme)
+        view = ComponentView(component, self.recipe, self.find_profile)
+        decisions = view.decide(self.headers)
         if not any(decision.quantize for decision in decisions):
-            self.warnings.append(f"{shown(component)}: no tensor is quantized; passed through")
+            self._report(component, decisions, "", {})
+            self._warn(component, view.unquantized_warning())
             return
         first_source, first_draft = len(self.source_shards), len(self.drafts)
-        tensors = self._view_tensors(component, decisions)
-        self._check_scale_names(component, tensors, scheme)
-        shared = self._shared_groups(component, tensors) if scheme == "per_tensor" else {}
+        sources = self._source_tensors(component, decisions)
+        tensors = view.arrange(sources)
+        in_view: Mapping[str, ViewTensor] = {}
+        taken = component.weight_map
+        if tensors is not sources:
+            in_view = {p.tensor: t for of_shard in tensors for t in of_shard for p in t.pieces}
+            taken = {
+                t.name: path
+                for path, of_shard in zip(component.shards, tensors, strict=True)
+                for t in of_shard
+            }
+        self._report(component, decisions, view.scheme, in_view)
+        _check_scale_names(tensors, view.scheme, taken)
+        per_tensor = view.scheme == "per_tensor"
+        shared = self._shared_groups(component, tensors) if per_tensor else {}
         for i, (path, members) in enumerate(zip(component.shards, tensors, strict=True)):
-            placed = place(members, scheme, self.headers[path].metadata, shared)
-            sources = {piece.shard for tensor in members for piece in tensor.pieces}
-            sources.add(first_source + i)  # its header decides the preamble
-            self.drafts.append(_Draft(path, component.path, placed, sources))
-        self.schemes[component.path] = scheme
+            placed = place(members, view.scheme, self.headers[path].metadata, shared)
+            needed = {piece.shard for tensor in members for piece in tensor.pieces}
+            needed.add(first_source + i)  # its header decides the preamble
+            self.drafts.append(_Draft(path, component.path, placed, needed))
+        self.schemes[component.path] = view.scheme
         self.order[component.path] = tuple(range(first_draft, len(self.drafts)))
-        self._write_texts(component, tensors, scheme)
-        for warning in (scheme_warning(component, scheme), fused_block_warning(tensors, scheme)):
-            if warning:
-                self.warnings.append(f"{shown(component)}: {warning}")
+        self._write_texts(component, tensors, view.scheme, view.ignored(sources, tensors))
+        for warning in view.warnings(decisions, tensors):
+            self._warn(component, warning)
 
-    def _report(self, component: Component, decisions: Iterable[Decision], scheme: str) -> None:
-        """Add the rows of ``fp8fs plan`` for every tensor of the component."""
+    def _warn(self, component: Component, warning: str) -> None:
+        if warning:
+            self.warnings.append(f"{shown(component)}: {warning}")
+
+    def _report(
+        self,
+        component: Component,
+        decisions: Iterable[Decision],
+        scheme: str,
+        in_view: Mapping[str, ViewTensor],
+    ) -> None:
+        """Add the rows of ``fp8fs plan`` for every tensor of the component.
+
+        *in_view*: the tensors that hold them, where those are not the source's.
+        """
         add = self.rows.append
         chosen = iter(decisions)
         for path in component.shards:
             for name, entry in self.headers[path].tensors.items():
                 decision = next(chosen)
                 begin, end = entry.data_offsets
-                dtype_out, bytes_out = entry.dtype, end - begin
+                dtype_out, bytes_out, view_name = entry.dtype, end - begin, ""
+                holder = in_view.get(name)
                 if decision.quantize:
                     rows, cols = entry.shape
-                    dtype_out, bytes_out = FP8, rows * cols + scale_bytes(scheme, rows, cols)
+                    dtype_out, bytes_out = FP8, rows * cols
+                    if holder is None:
+                        bytes_out += scale_bytes(scheme, rows, cols)
+                    elif holder.pieces[0].tensor == name:  # the scale of all counts for the first
+                        bytes_out += scale_bytes(scheme, *holder.shape)
+                elif holder is not None and holder.cast:
+                    dtype_out, bytes_out = holder.cast, nbytes(holder.cast, entry.shape)
+                if holder is not None and holder.name != name:
+                    view_name = holder.name
                 add(
                     TensorRow(
                         component.path,
@@ -236,13 +249,14 @@ class _Planner:
                         bytes_out,
                         decision.group,
                         decision.reason,
+                        view_name,
                     )
                 )
 
-    def _view_tensors(
+    def _source_tensors(
         self, component: Component, decisions: Iterable[Decision]
     ) -> list[list[ViewTensor]]:
-        """The tensors of each view shard, in the order of the component's shards."""
+        """The tensors of each source shard, as they are."""
         shards: list[list[ViewTensor]] = []
         chosen = iter(decisions)
         for path in component.shards:
@@ -269,8 +283,7 @@ class _Planner:
                     )
                 )
             shards.append(tensors)
-        names = self._names_of(component)
-        return join_names(shards, names) if names else shards
+        return shards
 
     def _shared_groups(
         self, component: Component, shards: Iterable[Iterable[ViewTensor]]
@@ -284,34 +297,12 @@ class _Planner:
                 self.group_names.append(f"{component.path}/{group}" if component.path else group)
         return shared
 
-    def _names_of(self, component: Component) -> ViewNames:
-        if self.recipe.names == "checkpoint":
-            return {}
-        names = self.view_names.get(component.path)
-        if names is None:
-            raise UsageError(
-                f"--names runtime: the names of {component.class_name or 'this model'} ({shown(component)}) are not known",
-                hint="--names checkpoint",
-            )
-        return names
-
-    def _check_scale_names(
-        self, component: Component, shards: Iterable[Iterable[ViewTensor]], scheme: str
-    ) -> None:
-        """Refuse a component in which a scale's name is taken."""
-        taken = component.weight_map
-        for tensors in shards:
-            for tensor in tensors:
-                scale = scale_name(tensor.name, scheme)
-                if tensor.quantize and scale in taken:
-                    raise SourceInvalidError(
-                        f'{taken[scale]}: tensor "{scale}" exists already, where the scale of "{tensor.name}" would go',
-                        hint=f"--keep {tensor.name}",
-                        tensor=scale,
-                    )
-
     def _write_texts(
-        self, component: Component, tensors: Sequence[Sequence[ViewTensor]], scheme: str
+        self,
+        component: Component,
+        tensors: Sequence[Sequence[ViewTensor]],
+        scheme: str,
+        ignored: Sequence[str],
     ) -> None:
         """Rewrite the component's index and config."""
         entries, texts = self.checkpoint.entries, self.checkpoint.texts
@@ -326,7 +317,7 @@ class _Planner:
             self._write_text(index, content, readers, made_ns)
         if component.config is not None:
             path = component.config_path
-            content = view_config(component, texts[path], ignored_modules(tensors), scheme)
+            content = view_config(component, texts[path], ignored, scheme)
             self._write_text(path, content, [entries[path]], made_ns)
 
     def _write_text(
@@ -437,3 +428,18 @@ class _Planner:
         for path, content in self.checkpoint.texts.items():
             digests[path] = digest_bytes(content)
         return digests
+
+
+def _check_scale_names(
+    shards: Iterable[Iterable[ViewTensor]], scheme: str, taken: Mapping[str, str]
+) -> None:
+    """Refuse a component in which a scale's name is taken. *taken*: tensor name -> shard path."""
+    for tensors in shards:
+        for tensor in tensors:
+            scale = scale_name(tensor.name, scheme)
+            if tensor.quantize and scale in taken:
+                raise SourceInvalidError(
+                    f'{taken[scale]}: tensor "{scale}" exists already, where the scale of "{tensor.name}" would go',
+                    hint=f"--keep {tensor.name}",
+                    tensor=scale,
+                )

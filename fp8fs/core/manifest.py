@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from fp8fs.core.dtypes import FP8
 from fp8fs.core.plan import Plan
 from fp8fs.core.quantizer import QUANTIZER_VERSION
 from fp8fs.core.recipe import Recipe
@@ -169,7 +170,7 @@ def plan_document(plan: Plan) -> dict[str, object]:
     for row in plan.rows:
         sums = totals.setdefault(row.component, [0, 0, 0, 0])
         sums[0] += 1
-        sums[1] += row.dtype_out != row.dtype_in
+        sums[1] += row.dtype_out == FP8
         sums[2] += row.bytes_in
         sums[3] += row.bytes_out
     return {

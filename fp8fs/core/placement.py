@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from fp8fs.core.dtypes import DTYPES, FP8
+from fp8fs.core.dtypes import DTYPES, FP8, element_count, nbytes
 from fp8fs.core.header import encode_preamble
-from fp8fs.core.plan import Extent, Piece, Unit
+from fp8fs.core.plan import CAST, Extent, Piece, RowRun, Unit
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 
 __all__ = [
@@ -42,7 +42,8 @@ HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
 
 class ViewTensor(msgspec.Struct, frozen=True, gc=False):
     """One tensor of the view before it has a place. ``dtype``, ``shape`` and ``nbytes`` are the source's;
-    ``group`` is the fusion group's name, "" if alone."""
+    ``group`` is the fusion group's name, "" if alone. ``row_runs``: as in ``Unit``. ``cast``: the dtype of a kept tensor
+    in the view, "" for its own."""
 
     name: str
     quantize: bool
@@ -51,6 +52,18 @@ class ViewTensor(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
     pieces: tuple[Piece, ...]
     group: str
+    row_runs: tuple[RowRun, ...] = ()
+    cast: str = ""
+
+    @property
+    def kept_dtype(self) -> str:
+        """A kept tensor's dtype in the view."""
+        return self.cast or self.dtype
+
+    @property
+    def kept_bytes(self) -> int:
+        """A kept tensor's bytes in the view."""
+        return nbytes(self.cast, self.shape) if self.cast else self.nbytes
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -101,16 +114,16 @@ def place(
     rest: list[ViewTensor] = []
     for tensor in tensors:
         if not tensor.quantize:
-            (rest if tensor.nbytes & 7 else aligned).append(tensor)
+            (rest if tensor.kept_bytes & 7 else aligned).append(tensor)
         else:
             (odd if tensor.shape[0] * tensor.shape[1] & 3 else pairs).append(tensor)
-    rest.sort(key=lambda tensor: -DTYPES[tensor.dtype].align)
+    rest.sort(key=lambda tensor: -DTYPES[tensor.kept_dtype].align)
 
     entries: list[HeaderEntry] = []
     end = 0
     for tensor in aligned:
-        begin, end = end, end + tensor.nbytes
-        entries.append((tensor.name, tensor.dtype, tensor.shape, begin, end))
+        begin, end = end, end + tensor.kept_bytes
+        entries.append((tensor.name, tensor.kept_dtype, tensor.shape, begin, end))
     pairs_begin = end
     for tensor in pairs:
         rows, cols = tensor.shape
@@ -124,8 +137,8 @@ def place(
         entries.append(_scale_entry(tensor, scheme, begin, end))
     rest_begin = end
     for tensor in rest:
-        begin, end = end, end + tensor.nbytes
-        entries.append((tensor.name, tensor.dtype, tensor.shape, begin, end))
+        begin, end = end, end + tensor.kept_bytes
+        entries.append((tensor.name, tensor.kept_dtype, tensor.shape, begin, end))
     odd_begin = end
     for tensor in odd:
         begin, end = end, end + tensor.shape[0] * tensor.shape[1]
@@ -158,11 +171,16 @@ def _scale_entry(tensor: ViewTensor, scheme: str, begin: int, end: int) -> Heade
 def _copies(units: list[Unit], tensors: Iterable[ViewTensor], position: int) -> None:
     """Append a unit for each kept tensor, from *position* of the file on; an empty one has no bytes to make."""
     for tensor in tensors:
-        size = tensor.nbytes
-        if size:
-            extent = Extent(position, size)
-            units.append(Unit(tensor.name, "", "U8", 1, size, tensor.pieces, extent, None, -1))
-            position += size
+        size = tensor.kept_bytes
+        if not size:
+            continue
+        extent = Extent(position, size)
+        if tensor.cast:
+            scheme, dtype, cols = CAST, tensor.dtype, element_count(tensor.shape)
+        else:
+            scheme, dtype, cols = "", "U8", size
+        units.append(Unit(tensor.name, scheme, dtype, 1, cols, tensor.pieces, extent, None, -1))
+        position += size
 
 
 def _weight(
@@ -174,4 +192,15 @@ def _weight(
     if scale_position is None:
         scale_position = position + rows * cols
     scale = Extent(scale_position, scale_bytes(scheme, rows, cols))
-    return Unit(tensor.name, scheme, tensor.dtype, rows, cols, tensor.pieces, data, scale, group)
+    return Unit(
+        tensor.name,
+        scheme,
+        tensor.dtype,
+        rows,
+        cols,
+        tensor.pieces,
+        data,
+        scale,
+        group,
+        tensor.row_runs,
+    )

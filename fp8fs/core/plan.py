@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
+from fp8fs.core.dtypes import FP8
+
 __all__ = [
+    "CAST",
     "Cut",
     "Cutter",
     "Extent",
     "Group",
     "Piece",
     "Plan",
+    "RowRun",
     "TensorRow",
     "Tile",
     "Unit",
@@ -24,6 +29,9 @@ __all__ = [
     "ViewShard",
     "tiles",
 ]
+
+CAST = "cast"
+"""The scheme of a kept tensor whose values are shown in BF16, rounded to the nearest, ties to even."""
 
 TILE_BYTES = 4 << 20
 TILE_MAX_BYTES = 16 << 20
@@ -48,11 +56,22 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     length: int
 
 
+class RowRun(NamedTuple):
+    """Rows [row, row + rows) of a unit's matrix, which are rows [data_row, data_row + rows) of its data."""
+
+    row: int
+    rows: int
+    data_row: int
+
+
 class Unit(msgspec.Struct, frozen=True, gc=False):
-    """A kept tensor (``scheme`` "": ``data`` is a copy of the pieces) or a weight and its scale.
+    """A kept tensor (``scheme`` "": ``data`` is a copy of the pieces), one that is kept in another dtype (CAST: its
+    values, rounded to BF16), or a weight and its scale.
 
     ``rows`` x ``cols`` is the source matrix in elements of ``dtype`` (a kept tensor: 1 x nbytes of "U8").
     ``group`` indexes ``Plan.groups`` when the scale is shared (per_tensor only), else -1.
+    ``row_runs``: where the matrix's rows lie in ``data``, by ``row``; () if they lie there in order. Blocks and digests
+    are cut in the matrix, whatever the order in the file.
     An empty tensor (0 elements) has no unit: it lives in the header only.
     """
 
@@ -65,6 +84,12 @@ class Unit(msgspec.Struct, frozen=True, gc=False):
     data: Extent
     scale: Extent | None
     group: int
+    row_runs: tuple[RowRun, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its data is FP8."""
+        return self.scheme not in ("", CAST)
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +137,8 @@ class ViewEntry(msgspec.Struct, frozen=True):
 
 
 class TensorRow(msgspec.Struct, frozen=True, gc=False):
-    """One line of ``fp8fs plan``: what happens to one source tensor."""
+    """One line of ``fp8fs plan``: what happens to one source tensor. ``view_name``: the view's tensor that it is in,
+    where that has another name."""
 
     component: str
     name: str
@@ -123,6 +149,7 @@ class TensorRow(msgspec.Struct, frozen=True, gc=False):
     bytes_out: int
     group: str
     reason: str
+    view_name: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -143,6 +170,16 @@ class Plan(msgspec.Struct, frozen=True):
     hidden: dict[str, str]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Bytes of the view's FP8 weights and their scales: 0 if no weight becomes FP8."""
+        return sum(row.bytes_out for row in self.rows if row.dtype_out == FP8)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all the view's tensors."""
+        return sum(row.bytes_out for row in self.rows)
 
 
 class Tile(msgspec.Struct, frozen=True, gc=False):

@@ -1,24 +1,23 @@
-"""Which tensors become FP8, and the reason for each: the user's globs, exclusion words, the generic rule, groups.
+"""Which tensors become FP8, and the reason for each: the user's globs, an engine's profile or the generic rule, groups.
 
-The strongest wins: a recorded non-finite value, ``--keep``, ``--quantize``, exclusion words, the
-generic rule. Then a fusion group with one member kept is kept as a whole.
+The strongest wins: a recorded non-finite value, ``--keep``, ``--quantize``, the rule of the class (``rules.py``).
+Then a fusion group with one member kept is kept as a whole, and so is whatever else must be treated alike.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fp8fs.core.checkpoint import Component
 from fp8fs.core.dtypes import QUANTIZABLE
-from fp8fs.core.fusion import FUSIONS, Fusion, leaf_table
 from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.recipe import Decision, Recipe
+from fp8fs.core.rules import Numbers, Rule, Ruling, split_numbers
 from fp8fs.errors import UsageError
 
 __all__ = [
-    "EXCLUDED_WORDS",
     "LINEAR_MULTIPLE",
     "check_patterns",
     "select",
@@ -28,38 +27,6 @@ __all__ = [
 LINEAR_MULTIPLE = 16
 """Both dimensions of a linear weight are multiples of this, or FP8 matrix kernels refuse it."""
 
-EXCLUDED_WORDS: tuple[tuple[str, str], ...] = (
-    (r"ada_?ln|ada_?norm|modulation|scale_shift", "modulation"),
-    (r"(^|[._])mod(\.|$)", "modulation"),  # img_mod.1, txt_mod.linear
-    (r"norm[^.]*\.linear(_#+)?$", "modulation"),  # norm1.linear, norm1_context.linear
-    (r"embed", "embedding or embedder"),
-    (r"(^|\.)(wte|wpe)$", "embedding or embedder"),
-    (r"relative_attention_bias|position_bias|rel_pos", "position table"),
-    (r"(^|\.)(time|text|timestep|caption|guidance)_proj[^.]*(\.|$)", "embedding or embedder"),
-    (r"(^|\.)norm_out(\.|$)", "final projection"),
-    (r"(^|\.)(final_[^.]*|head|heads)(\.|$)", "final projection"),
-    (r"(^|\.)proj_(in|out)$", "first or final projection"),
-    (r"norm[^.]*$", "norm"),
-    (r"(^|\.)ln(_[^.]*)?$", "norm"),
-    (r"(^|\.)gate$|router|shared_expert_gate$", "router or gate"),
-    (r"(^|\.)(visual|vision[^.]*|vit|image_encoder|image_model)(\.|$)", "vision tower"),
-    (r"(^|\.)(multi_modal|mm|vision|image)_proj[^.]*(\.|$)|merger", "multimodal projector"),
-    (r"(^|\.)(audio|speech)_(tower|model|encoder|proj[^.]*)(\.|$)", "audio tower"),
-    (r"(^|\.)(mtp|nextn)[^.]*(\.|$)", "MTP layer"),
-    (r"(^|\.)(lm_head|score|cls|pooler|[^.]*classifier|qa_outputs)(\.|$)", "output head"),
-    (r"(^|\.)lora", "LoRA weight"),
-    (r"(^|\.)indexer\.weights_proj$", "kept by engines"),
-)
-"""(pattern, reason): a weight whose module name matches keeps its dtype.
-
-Searched in the module name in lower case with every digit as "#". Published FP8 recipes keep these layers
-because they are small and their errors are not averaged away, or because engines build them unquantized.
-"""
-
-_TEMPLATE = str.maketrans(
-    "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", "#" * 10 + "abcdefghijklmnopqrstuvwxyz"
-)
-_WORDS = tuple((re.compile(pattern), reason) for pattern, reason in EXCLUDED_WORDS)
 _SUFFIX = ".weight"
 
 Verdict = tuple[bool, str]
@@ -79,41 +46,37 @@ def unquantizable(name: str, entry: TensorEntry) -> str:
 
 
 def select(
-    component: Component,
-    headers: Mapping[str, Header],
-    recipe: Recipe,
-    fusions: Iterable[Fusion] = FUSIONS,
+    component: Component, headers: Mapping[str, Header], recipe: Recipe, rule: Rule
 ) -> list[Decision]:
     """Decide for every tensor of the component, in source order: shards as listed, offsets within.
 
-    Cost: the rule runs once per name template, dtype and shape; about a microsecond per tensor.
+    Cost: the rule is asked once per name template; about two microseconds per tensor.
     """
-    leaves = leaf_table(fusions)
     names: list[str] = []
     verdicts: list[Verdict] = []
-    groups: dict[tuple[str, str, int], list[int]] = {}
-    known: dict[tuple[str, str, tuple[int, ...]], Verdict] = {}
+    sets = _Alike(names, verdicts)
     override = _Overrides(component, recipe)
+    judge = _Judge(rule)
     mtp = _mtp_prefixes(component.config)
     for path in component.shards:
         for name, entry in headers[path].tensors.items():
-            key = (name.translate(_TEMPLATE), entry.dtype, entry.shape)
-            verdict = known.get(key)
-            if verdict is None:
-                verdict = known[key] = _rule(key[0], entry)
-            if mtp and verdict[0] and name.startswith(mtp):
-                verdict = (False, "MTP layer")
+            if len(entry.shape) == 2 and name.endswith(_SUFFIX):
+                ruling = judge(name[: -len(_SUFFIX)])
+                verdict = (ruling.quantize, ruling.reason)
+                why = _unfit(entry)
+                if why and (ruling.quantize or entry.dtype not in QUANTIZABLE):
+                    verdict = (False, why)
+                elif mtp and ruling.quantize and name.startswith(mtp):
+                    verdict = (False, "MTP layer")
+                # Every 2-D weight counts as a member, excluded or not: one kept member keeps its partners.
+                sets.add(len(names), ruling, judge.numbers, entry.shape[1])
+            else:
+                verdict = (False, unquantizable(name, entry))
             if override.any:
                 verdict = override.apply(name, entry, verdict)
-            # Every 2-D weight counts as a member, excluded or not: one kept member keeps its partners.
-            if len(entry.shape) == 2 and name.endswith(_SUFFIX):
-                parent, _, leaf = name[: -len(_SUFFIX)].rpartition(".")
-                label = leaves.get(leaf)
-                if label is not None:
-                    groups.setdefault((parent, label, entry.shape[1]), []).append(len(names))
             names.append(name)
             verdicts.append(verdict)
-    group_of = _keep_whole_groups(groups, names, verdicts)
+    group_of = sets.settle()
     return [
         Decision(name, verdict[0], verdict[1], group_of.get(i, ""))
         for i, (name, verdict) in enumerate(zip(names, verdicts, strict=True))
@@ -166,22 +129,42 @@ def _check_pattern(
     raise UsageError(f"{option} {pattern}: matches no tensor of a quantized component", hint=hint)
 
 
-def _rule(template: str, entry: TensorEntry) -> Verdict:
-    """The verdict of exclusion words and generic rule."""
-    why = unquantizable(template, entry)
-    if why:
-        return False, why
-    module = template[: -len(_SUFFIX)]
-    for pattern, reason in _WORDS:
-        if pattern.search(module):
-            return False, reason
-    # A number in last place is a position in a Sequential (time_projection.1), not a repeated block.
-    if not any(part and not part.strip("#") for part in module.split(".")[:-1]):
-        return False, "not inside a repeated block"
+def _unfit(entry: TensorEntry) -> str:
+    """Why a 2-D weight is not chosen, whatever the rule says; ``--quantize`` may force what only has odd sizes."""
     rows, cols = entry.shape
+    if entry.dtype not in QUANTIZABLE:
+        return f"dtype {entry.dtype}"
+    if not rows or not cols:
+        return "empty"
     if rows % LINEAR_MULTIPLE or cols % LINEAR_MULTIPLE:
-        return False, f"{rows}x{cols} is not in multiples of {LINEAR_MULTIPLE}"
-    return True, "linear weight in a repeated block"
+        return f"{rows}x{cols} is not in multiples of {LINEAR_MULTIPLE}"
+    return ""
+
+
+class _Judge:
+    """Asks a rule by module name. Neighbours in a checkpoint mostly share a parent, so that is split once."""
+
+    __slots__ = ("_head", "_head_numbers", "_parent", "_rule", "numbers")
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._parent: str | None = None
+        self._head = ""
+        self._head_numbers: Numbers = ()
+        self.numbers: Numbers = ()
+        """Those in the name that was asked last."""
+
+    def __call__(self, module: str) -> Ruling:
+        parent, dot, leaf = module.rpartition(".")
+        if parent != self._parent:
+            self._parent = parent
+            self._head, self._head_numbers = split_numbers(parent + dot)
+        if leaf.isidentifier():
+            self.numbers = self._head_numbers
+        else:
+            leaf, more = split_numbers(leaf)
+            self.numbers = (*self._head_numbers, *more)
+        return self._rule.judge(self._head + leaf, self.numbers)
 
 
 def _mtp_prefixes(config: Mapping[str, object] | None) -> tuple[str, ...]:
@@ -193,21 +176,50 @@ def _mtp_prefixes(config: Mapping[str, object] | None) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(real, real + count))
 
 
-def _keep_whole_groups(
-    groups: Mapping[tuple[str, str, int], list[int]], names: list[str], verdicts: list[Verdict]
-) -> dict[int, str]:
-    """Change *verdicts* so that each group is quantized as a whole or not at all; tensor -> group name."""
-    group_of: dict[int, str] = {}
-    for (parent, label, _cols), members in groups.items():
-        if len(members) < 2:
-            continue
-        group = f"{parent}.{label}" if parent else label
-        kept = next((i for i in members if not verdicts[i][0]), None)
+_PARTNER = "group partner of"
+
+
+class _Alike:
+    """Sets of weights that are quantized as a whole or not at all: fusion groups, and what shares a fate otherwise."""
+
+    def __init__(self, names: Sequence[str], verdicts: list[Verdict]) -> None:
+        self._names = names
+        self._verdicts = verdicts
+        self._groups: dict[tuple[str, int], list[int]] = {}
+        self._others: dict[str, list[int]] = {}
+
+    def add(self, index: int, ruling: Ruling, numbers: Numbers, cols: int) -> None:
+        """Put a weight into its sets. Rows of different length are never fused."""
+        if ruling.group is not None:
+            self._groups.setdefault((ruling.group.fill(numbers), cols), []).append(index)
+        for pattern in ruling.together:
+            self._others.setdefault(pattern.fill(numbers), []).append(index)
+
+    def settle(self) -> dict[int, str]:
+        """Change the verdicts until each set agrees. Returns tensor -> name of its fusion group."""
+        groups = [
+            (name, members) for (name, _), members in self._groups.items() if len(members) > 1
+        ]
+        sets = [members for _, members in groups]
+        sets += [members for members in self._others.values() if len(members) > 1]
+        changed = True
+        while changed:
+            changed = sum(map(self._keep_whole, sets)) > 0  # every set, each time
+        return {index: name for name, members in groups for index in members}
+
+    def _keep_whole(self, members: Sequence[int]) -> bool:
+        """Keep all if one is kept. Returns whether that changed anything."""
+        verdicts = self._verdicts
+        kept = [i for i in members if not verdicts[i][0]]
+        if not kept or len(kept) == len(members):
+            return False
+        reason = verdicts[kept[0]][1]
+        if not reason.startswith(_PARTNER):
+            reason = f"{_PARTNER} {self._names[kept[0]]}: {reason}"
         for i in members:
-            group_of[i] = group
-            if kept is not None and verdicts[i][0]:
-                verdicts[i] = (False, f"group partner of {names[kept]}: {verdicts[kept][1]}")
-    return group_of
+            if verdicts[i][0]:
+                verdicts[i] = (False, reason)
+        return True
 
 
 class _Glob:

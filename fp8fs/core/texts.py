@@ -11,13 +11,15 @@ from fp8fs.core.index import encode_index, parse_index
 from fp8fs.core.json_text import set_key
 from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
+from fp8fs.core.row_order import QKV
 from fp8fs.core.weightset import VARIANTS
 from fp8fs.errors import SourceInvalidError
 
 __all__ = [
     "fused_block_warning",
-    "ignored_modules",
     "index_path",
+    "kept_groups",
+    "kept_modules",
     "scheme_warning",
     "view_config",
     "view_index",
@@ -40,17 +42,17 @@ def scheme_warning(component: Component, scheme: str) -> str:
 
 
 def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> str:
-    """Groups that cannot be joined block by block, or "": a part's last blocks would reach into the next part.
+    """Fused layers that are no whole blocks, or "": a part's last blocks would reach into the next part.
 
     Source: vLLM 0.32 ``validate_fp8_block_shape`` raises for such parts of a merged layer.
     """
     if scheme not in BLOCK_SCHEMES:
         return ""
     uneven = {
-        tensor.group
+        tensor.group or tensor.name
         for tensors in shards
         for tensor in tensors
-        if tensor.quantize and tensor.group and tensor.shape[0] % BLOCK[0]
+        if tensor.quantize and any(rows % BLOCK[0] for rows in _part_rows(tensor))
     }
     if not uneven:
         return ""
@@ -58,6 +60,17 @@ def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> 
         f"{len(uneven)} fused layers have parts whose rows are no multiple of {BLOCK[0]} ({min(uneven)}): "
         "vLLM may refuse to join their blocks; per_channel and per_tensor have no such limit"
     )
+
+
+def _part_rows(tensor: ViewTensor) -> Iterable[int]:
+    """Rows of each part of a fused layer that this tensor holds; none if it is not fused."""
+    rows = tensor.shape[0]
+    if tensor.row_runs:
+        return (rows // QKV,)
+    if len(tensor.pieces) > 1:
+        row_bytes = tensor.nbytes // rows
+        return [piece.nbytes // row_bytes for piece in tensor.pieces]
+    return (rows,) if tensor.group else ()
 
 
 def index_path(component: Component) -> str:
@@ -102,7 +115,7 @@ def view_index(
                 rows, cols = tensor.shape
                 total += rows * cols + scale_bytes(scheme, rows, cols)
             else:
-                total += tensor.nbytes
+                total += tensor.kept_bytes
     try:
         return encode_index(metadata, weight_map, total)
     except UnicodeEncodeError as err:
@@ -121,7 +134,7 @@ def view_config(component: Component, source: bytes, ignored: Iterable[str], sch
     return set_key(source, "quantization_config", value)
 
 
-def ignored_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
+def kept_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
     """Modules whose weight stays as it is and that an engine could take for a quantized layer, in source order.
 
     That is every kept ``*.weight`` of two dimensions or more, linear or not; and the ``experts`` module of
@@ -138,6 +151,12 @@ def ignored_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
                 parent = tensor.name.rpartition(".")[0]
                 if parent == "experts" or parent.endswith(".experts"):
                     found[parent] = None
+    return list(found)
+
+
+def kept_groups(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
+    """Fused modules whose parts stay as they are, in source order."""
+    found = {t.group: None for tensors in shards for t in tensors if t.group and not t.quantize}
     return list(found)
 
 

@@ -128,6 +128,7 @@ def test_the_plan_as_json() -> None:
         "bytes_out": 2052,
         "group": "",
         "reason": "linear weight in a repeated block",
+        "view_name": "",
     }
     assert facts["plan_id"] == planned.plan_id
     assert facts["hidden"] == {}

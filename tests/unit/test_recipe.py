@@ -7,6 +7,7 @@ import pytest
 from fp8fs.core.checkpoint import Checkpoint
 from fp8fs.core.fusion import FUSIONS, Fusion, leaf_table
 from fp8fs.core.recipe import Recipe, check_recipe, choose_components, recipe_id
+from fp8fs.core.rules import GenericRule
 from fp8fs.core.selection import select
 from fp8fs.errors import SourceInvalidError, UsageError
 from tests.planning import LLM, checkpoint, linears, make_plan
@@ -25,9 +26,9 @@ PIPELINE_SHARDS = {
 
 
 def decisions(source: Checkpoint, **recipe: object) -> dict[str, tuple[bool, str]]:
-    """Name -> (quantize, reason) for a checkpoint of one component."""
+    """Name -> (quantize, reason) by the generic rule, for a checkpoint of one component."""
     headers = {path: shard.header for path, shard in source.shards.items()}
-    chosen = select(source.components[0], headers, Recipe(**recipe))  # type: ignore[arg-type]
+    chosen = select(source.components[0], headers, Recipe(**recipe), GenericRule())  # type: ignore[arg-type]
     return {d.name: (d.quantize, d.reason) for d in chosen}
 
 
@@ -53,7 +54,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_runtime_names_need_a_table() -> None:
     """--names runtime for a model whose names are not known says which model."""
-    with pytest.raises(UsageError, match="names of LlamaForCausalLM"):
+    with pytest.raises(UsageError, match="names of TinyForCausalLM"):
         make_plan(model("layers.0.fc"), names="runtime")
 
 

@@ -162,6 +162,9 @@ class Profile:
         self.quantizes_nothing = not any(
             linear.fp8 for record in records for linear in record.linears
         )
+        self.reorders_rows = any(
+            linear.grouped_rows is not None for record in records for linear in record.linears
+        )
         self._renames = {old: new for record in records for old, new in record.renames.items()}
         self._dtypes = {name: dtype for record in records for name, dtype in record.dtypes.items()}
         self._present: frozenset[str] | None = None
