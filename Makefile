@@ -21,7 +21,7 @@ spelling:
 	$(BIN)codespell
 
 unit:
-	$(PYTEST) tests/unit tests/property
+	$(PYTEST) tests/unit tests/property tests/quant
 
 mount: ## kernel behaviour, through real mounts
 	$(PYTEST) tests/contract tests/mount
