@@ -471,6 +471,8 @@ def test_a_claim_is_exclusive_and_names_its_holder(store: Store) -> None:
         gaps = [b - a for a, b in itertools.pairwise(polls)]
         assert len(polls) >= 5
         assert max(gaps) < 0.2
+        with pytest.raises(StoreBusyError), first.claim(2, timeout_s=0.1):
+            pass
         with second.claim(1, timeout_s=1):
             pass
 

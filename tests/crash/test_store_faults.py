@@ -147,17 +147,19 @@ def test_short_and_interrupted_calls_change_nothing(room: Path) -> None:
     check(room / "store", reference)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_unsynced_writes_are_lost(room: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("barrier_s", [0.0, 1e9], ids=["barriers", "no barriers"])
+def test_unsynced_writes_are_lost(
+    room: Path, barrier_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Power fails at the n-th call, and what was not synced is lost or torn: units whose commit ended in a barrier
     are still there, published bytes are whole, a complete tree is complete."""
-    monkeypatch.setattr("fp8fs.store.partial.BARRIER_S", 0.0)
+    monkeypatch.setattr("fp8fs.store.partial.BARRIER_S", barrier_s)
     reference = reference_tree(room)
-    rng = random.Random(seed)
-    nth, losses = seed - 1, 0
+    rng = random.Random(7)
+    nth, losses = int(barrier_s > 0), 0
     clean = False
     while not clean:
-        nth += 2  # one seed takes the odd calls, the other the even ones
+        nth += 2  # one run takes the even calls, the other the odd ones
         root = room / "store"
         io = PowerLossIo(nth)
         safe: list[int] = []
@@ -178,9 +180,39 @@ def test_unsynced_writes_are_lost(room: Path, seed: int, monkeypatch: pytest.Mon
         finally:
             io.close_all()
         store = Store.open(root)
-        if not sealed and store.find_object(TOY.spec) is None:
+        if not barrier_s and not sealed and store.find_object(TOY.spec) is None:
             with TOY.open(store) as partial:
                 assert set(partial.records) >= set(safe)
         check(root, reference)
         shutil.rmtree(root)
     assert losses > 50
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
+def test_a_partial_whose_sync_failed_is_given_up(room: Path, others: bool) -> None:
+    """The kernel forgets what it could not write, so a second sync proves nothing: the units are made again, unless
+    somebody else is at work there, whose own sync decides."""
+
+    class Unsyncable(FsIo):
+        def fdatasync(self, fd: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    root = room / "store"
+    partial = TOY.open(Store.open(root, io=Unsyncable()))
+    other = TOY.open(Store.open(root)) if others else None
+    partial._synced_at -= 10
+    with pytest.raises(StoreError, match="Input/output error"):
+        TOY.make(partial, 0)
+    with pytest.raises(StoreError, match="cannot be trusted: a sync failed"):
+        TOY.make(partial, 1)
+    with pytest.raises(StoreError, match="cannot be trusted"):
+        partial.seal({})
+    if other is not None:
+        with other.claim(2):
+            partial.close()
+            assert partial.path.exists()
+        other.close()
+        return
+    partial.close()
+    assert not partial.path.exists()
+    assert TOY.build(Store.open(root))[1] == [0, 1, 2]
