@@ -134,9 +134,9 @@ def generate(checkpoint: Path, *options: object, workdir: Path) -> dict[str, Any
 def install_plugin(folder: Path) -> Path:
     """A folder for PYTHONPATH in which fp8fs is installed: the package, and the entry points of pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    (folder / "fp8fs").symlink_to(REPOSITORY / "fp8fs")
     metadata = folder / "fp8fs-0.dist-info"
     metadata.mkdir(parents=True)
+    (folder / "fp8fs").symlink_to(REPOSITORY / "fp8fs")
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8fs\nVersion: 0\n")
     lines = []
     for group, entries in project["entry-points"].items():
