@@ -13,6 +13,7 @@ Lock order: ``_sync`` before ``_mutex``; claims (lease.py) are taken with neithe
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -192,8 +193,10 @@ class Partial:
         self._check_usable()
         lines = b"".join(unit_line(record) for record in records)
         with storing(f"cannot write the journal of shard {self.spec.object_id}"):
-            self._uncovered = True
             self._journal.append(lines)
+            self._uncovered = (
+                True  # after the append: a barrier clears it before it looks at the length
+            )
             self.records.update({record.unit: record for record in records})
             if self._barrier_is_due() and self._sync.acquire(blocking=False):
                 # Other threads go on committing meanwhile; whoever finds a barrier in work leaves it to that one.
@@ -225,19 +228,22 @@ class Partial:
         A failed sync is not repeated: the kernel then holds pages for clean that never reached the disk, and a second
         try would succeed. Nothing here can be trusted any more, so the partial is given up.
         """
-        covered = self._journal.size()
         with self._mutex:
             self._unsynced_bytes = 0
             self._uncovered = False
+        covered = self._journal.size()
+        self._sync_or_lose(self.fd)
+        self._journal.append(barrier_line(covered))
+        self._sync_or_lose(self._journal.fd)
+        with self._mutex:
+            self._synced_at = time.monotonic()
+
+    def _sync_or_lose(self, fd: int) -> None:
         try:
-            self._io.fdatasync(self.fd)
-            self._journal.append(barrier_line(covered))
-            self._io.fdatasync(self._journal.fd)
+            self._io.fdatasync(fd)
         except OSError as err:
             self._lost = f"a sync failed: {err.strerror}"
             raise
-        with self._mutex:
-            self._synced_at = time.monotonic()
 
     def seal(self, facts: Any, *, poll: Poll = no_poll, timeout_s: float | None = None) -> Path:
         """Publish the shard: when this returns, the object's path exists for good. The caller holds no claim.
@@ -329,7 +335,7 @@ def open_partial(
     deadline = Deadline(timeout_s)
     path = places.partial(spec.object_id)
     try:
-        while True:
+        for attempt in itertools.count():
             try:
                 return _try_open(
                     io, places, objects, spec, spans, path, poll, deadline, private=False
@@ -340,7 +346,8 @@ def open_partial(
                 pass
             poll()
             deadline.check(f"shard {spec.object_id}", str)
-            time.sleep(0.002)
+            if attempt:  # somebody is publishing or giving it up just now
+                time.sleep(0.002)
     except LocksUnavailable as err:
         log.warning("the store has no locks here (%s); working in private", err)
     path = places.partials / temporary_name(spec.object_id)

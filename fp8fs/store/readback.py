@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from fp8fs.core.digest import TileDigester, bytes_digest
-from fp8fs.core.layout import tiles
+from fp8fs.core.layout import data_rows, tiles
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.types import Poll, UnitRecord, UnitSpan
 
@@ -24,12 +24,17 @@ def _data_digest(io: FsIo, fd: int, span: UnitSpan, poll: Poll) -> str:
     digester = TileDigester()
     for tile in tiles(span.rows, span.cols, span.item_bytes):
         poll()
-        first = span.start + tile.row * span.cols + tile.col
-        if tile.cols == span.cols or tile.rows == 1:
+        if not span.row_runs and (tile.cols == span.cols or tile.rows == 1):
+            first = span.start + tile.row * span.cols + tile.col
             digester.add(io.pread(fd, tile.rows * tile.cols, first))
             continue
-        rows = xxhash.xxh3_128()
-        for row in range(tile.rows):
-            rows.update(io.pread(fd, tile.cols, first + row * span.cols))
-        digester.add_digest(rows.digest())
+        parts = xxhash.xxh3_128()
+        for data_row, rows in data_rows(span.row_runs, tile.row, tile.rows):
+            first = span.start + data_row * span.cols + tile.col
+            if tile.cols == span.cols:
+                parts.update(io.pread(fd, rows * tile.cols, first))
+                continue
+            for row in range(rows):
+                parts.update(io.pread(fd, tile.cols, first + row * span.cols))
+        digester.add_digest(parts.digest())
     return digester.hexdigest()

@@ -57,6 +57,8 @@ class UnitSpan(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     ``start`` and ``length``: bytes of the data; ``rows``, ``cols``, ``item_bytes``: the SOURCE matrix (a kept tensor: 1,
     its bytes, 1); ``scale_start``, ``scale_length``: 0, 0 without a scale. length == rows * cols always.
+    ``row_runs``: (row, rows, data_row) by row: rows of the matrix that tiles are cut from, and where they lie in the data;
+    () if in order.
     """
 
     unit: int
@@ -67,6 +69,7 @@ class UnitSpan(msgspec.Struct, frozen=True, gc=False, array_like=True):
     item_bytes: int
     scale_start: int = 0
     scale_length: int = 0
+    row_runs: tuple[tuple[int, int, int], ...] = ()
 
 
 class UnitRecord(msgspec.Struct, frozen=True, gc=False, array_like=True):

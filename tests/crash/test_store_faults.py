@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8fs.errors import StoreError
+from fp8fs.errors import StoreError, StoreFullError
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.store import Published, Store
 from tests.crash.faults import FaultyIo, HalvingIo, PowerCut, PowerLossIo
@@ -216,3 +216,25 @@ def test_a_partial_whose_sync_failed_is_given_up(room: Path, others: bool) -> No
     partial.close()
     assert not partial.path.exists()
     assert TOY.build(Store.open(root))[1] == [0, 1, 2]
+
+
+def test_a_full_disk_keeps_what_is_finished(room: Path) -> None:
+    """No room for a barrier's line is no reason to give units up: their data is synced, and they are still there."""
+
+    class Full(FsIo):
+        full = False
+
+        def write_once(self, fd: int, data: bytes) -> int:
+            if self.full and b"barrier" in data:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write_once(fd, data)
+
+    io = Full()
+    partial = TOY.open(Store.open(room / "store", io=io))
+    TOY.make(partial, 0)
+    io.full = True
+    partial._synced_at -= 10
+    with pytest.raises(StoreFullError, match="No space left"):
+        TOY.make(partial, 1)
+    partial.close()
+    assert TOY.build(Store.open(room / "store"))[1] == [2]
