@@ -18,7 +18,7 @@ from fp8fs.core.digest import TileDigester
 from fp8fs.core.dtypes import DTYPES
 from fp8fs.core.header import Header, parse_header
 from fp8fs.core.manifest import Manifest, parse_manifest
-from fp8fs.core.plan import Unit, ViewShard, tiles
+from fp8fs.core.plan import CAST, Unit, ViewShard, tiles
 from fp8fs.core.recipe import BLOCK_SCHEMES
 from fp8fs.engine import Engine
 from fp8fs.engine.shard import shard_spec, unit_spans
@@ -133,6 +133,7 @@ class _RecordedUnit(msgspec.Struct, frozen=True):
     name: str
     scheme: str
     dtype: str
+    row_runs: tuple[tuple[int, int, int], ...] = ()
 
 
 class _RecordedFacts(msgspec.Struct, frozen=True):
@@ -159,8 +160,10 @@ def _recorded_span(number: int, unit: _RecordedUnit, header: Header) -> UnitSpan
     """Where a unit lies, by the header of the file that it is in."""
     entry = header.tensors[unit.name]
     start = header.preamble_bytes + entry.data_offsets[0]
-    if not unit.scheme:
-        return UnitSpan(number, start, entry.nbytes, 1, entry.nbytes, 1)
+    item_bytes = DTYPES[unit.dtype].bits // 8
+    if unit.scheme in ("", CAST):
+        narrowing = item_bytes * 8 // DTYPES[entry.dtype].bits if unit.scheme else 1
+        return UnitSpan(number, start, entry.nbytes, 1, entry.nbytes, narrowing)
     suffix = "_scale_inv" if unit.scheme in BLOCK_SCHEMES else "_scale"
     scale = header.tensors[unit.name + suffix]
     return UnitSpan(
@@ -169,9 +172,10 @@ def _recorded_span(number: int, unit: _RecordedUnit, header: Header) -> UnitSpan
         entry.nbytes,
         entry.shape[0],
         entry.shape[1],
-        DTYPES[unit.dtype].bits // 8,
+        item_bytes,
         header.preamble_bytes + scale.data_offsets[0],
         scale.nbytes,
+        unit.row_runs,
     )
 
 

@@ -34,6 +34,7 @@ from fp8fs.core.plan import (
     Unit,
     ViewEntry,
     ViewShard,
+    data_rows,
     tiles,
 )
 from fp8fs.core.profiles import find
@@ -55,6 +56,7 @@ __all__ = [
     "Unit",
     "ViewEntry",
     "ViewShard",
+    "data_rows",
     "plan",
     "tiles",
 ]

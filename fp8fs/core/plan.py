@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ __all__ = [
     "Unit",
     "ViewEntry",
     "ViewShard",
+    "data_rows",
     "tiles",
 ]
 
@@ -208,6 +209,21 @@ def tiles(rows: int, cols: int, item_bytes: int) -> Iterator[Tile]:
     for row in range(0, rows, tile_rows):
         for col in range(0, cols, tile_cols):
             yield Tile(row, min(tile_rows, rows - row), col, min(tile_cols, cols - col))
+
+
+def data_rows(
+    row_runs: Sequence[tuple[int, int, int]], row: int, rows: int
+) -> Iterator[tuple[int, int]]:
+    """Where rows [row, row + rows) of a unit's matrix lie in its data: (first row there, number of rows), in matrix order."""
+    if not row_runs:
+        yield row, rows
+        return
+    end = row + rows
+    for first, count, data_row in row_runs[bisect_left(row_runs, (row + 1,)) - 1 :]:
+        if first >= end:
+            return
+        begin = max(row, first)
+        yield data_row + begin - first, min(end, first + count) - begin
 
 
 class Cut(msgspec.Struct, frozen=True):

@@ -53,6 +53,10 @@ class Quantizer(Protocol):
         """block and block_free for a tile that starts on a block boundary; scale is (ceil(rows/128), ceil(cols/128))."""
         ...
 
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        """dst = BF16(src), for tensors that are kept. NaN and Inf are values like others here."""
+        ...
+
     def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
         """Compile or load whatever the first call would wait for."""
         ...

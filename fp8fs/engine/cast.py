@@ -7,10 +7,18 @@ from collections.abc import Callable
 
 from fp8fs.core.digest import combine, tile_digest
 from fp8fs.core.layout import Tile, Unit
+from fp8fs.core.plan import CAST
 from fp8fs.core.quantizer import Quantizer
 from fp8fs.core.recipe import BLOCK
 from fp8fs.engine.buffers import BufferPool
-from fp8fs.engine.matrix import Bands, SourceReader, element_position, item_bytes, write_tile
+from fp8fs.engine.matrix import (
+    Bands,
+    SourceReader,
+    data_item_bytes,
+    element_position,
+    item_bytes,
+    write_tile,
+)
 from fp8fs.errors import NonFiniteTensorError
 
 __all__ = ["Draft", "bad_index", "cast_band", "cast_tile", "nonfinite_error"]
@@ -46,7 +54,7 @@ class Draft:
         self._data_digests = (
             bytearray(self.bands.tile_count * _DIGEST_BYTES)
             if unit.scheme
-            else self._input_digests  # a kept tensor's bytes are its input
+            else self._input_digests  # a copied tensor's bytes are its input
         )
         if unit.scheme == "per_tensor":
             self.scales[:] = struct.pack("<f", scale)
@@ -73,12 +81,14 @@ def _combine(digests: bytearray) -> str:
 def cast_tile(
     quantizer: Quantizer, draft: Draft, tile: Tile, source: memoryview, data: memoryview
 ) -> None:
-    """FP8 bytes of a tile into *data*, its scales into the draft. Not for kept units, nor per_channel tiles of split rows.
+    """View bytes of a tile into *data*, its scales into the draft. Not for copied units, nor per_channel tiles of split rows.
 
     Raises: NonFiniteTensorError with the flat index in the tile.
     """
     unit, scales = draft.unit, memoryview(draft.scales)
-    if unit.scheme == "per_tensor":
+    if unit.scheme == CAST:
+        quantizer.cast_bf16(source, unit.dtype, data)
+    elif unit.scheme == "per_tensor":
         quantizer.cast_tensor(source, unit.dtype, draft.scale, data)
     elif unit.scheme == "per_channel":
         scale = scales[tile.row * 4 : (tile.row + tile.rows) * 4]
@@ -121,9 +131,10 @@ def cast_band(
     Raises: NonFiniteTensorError naming the source tensor; whatever *write* raises.
     """
     unit, bands = draft.unit, draft.bands
-    size = item_bytes(unit.dtype)
+    size, data_size = item_bytes(unit.dtype), data_item_bytes(unit)
     elems = bands.first.rows * bands.first.cols
-    with buffers.lend(elems * size, elems if unit.scheme else 0) as (source_buffer, data_buffer):
+    data_bytes = elems * data_size if unit.scheme else 0
+    with buffers.lend(elems * size, data_bytes) as (source_buffer, data_buffer):
         tiles = list(bands.tiles(band))
         split_rows = unit.scheme == "per_channel" and len(tiles) > 1
         maxima = memoryview(bytearray(tiles[0][1].rows * 4 if split_rows else 0))
@@ -138,7 +149,7 @@ def cast_band(
         for number, tile in tiles:
             source = source_buffer[: tile.rows * tile.cols * size]
             reader.read_tile(unit, tile, source)
-            data = data_buffer[: tile.rows * tile.cols] if unit.scheme else source
+            data = data_buffer[: tile.rows * tile.cols * data_size] if unit.scheme else source
             try:
                 if split_rows:
                     scale = memoryview(draft.scales)[tile.row * 4 : (tile.row + tile.rows) * 4]

@@ -11,7 +11,15 @@ from fp8fs.core.quantizer import Quantizer
 from fp8fs.engine.amax import AmaxTable
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import Draft, bad_index, cast_band, cast_tile, nonfinite_error
-from fp8fs.engine.matrix import Bands, Run, SourceReader, item_bytes, source_bytes, view_bytes
+from fp8fs.engine.matrix import (
+    Bands,
+    Run,
+    SourceReader,
+    data_item_bytes,
+    item_bytes,
+    source_bytes,
+    view_bytes,
+)
 from fp8fs.engine.pool import Pool
 from fp8fs.engine.stats import Counters
 from fp8fs.errors import NonFiniteTensorError
@@ -193,13 +201,14 @@ class Materializer:
         unit = self.plan.shards[shard].units[index]
         scale = self.quantizer().tensor_scale(amax) if unit.scheme == "per_tensor" else 0.0
         draft = Draft(unit, amax, scale)
-        size = item_bytes(unit.dtype)
+        size, data_size = item_bytes(unit.dtype), data_item_bytes(unit)
         out = gather.place(unit.data.start, unit.data.length)
         for band in range(draft.bands.count):
             for number, tile in draft.bands.tiles(band):
                 start = tile.row * unit.cols + tile.col
                 end = start + tile.rows * tile.cols
-                part, data = source[start * size : end * size], out[start:end]
+                part = source[start * size : end * size]
+                data = out[start * data_size : end * data_size]
                 if not unit.scheme:
                     data[:] = part
                 else:
@@ -294,7 +303,7 @@ def _record(draft: Draft, index: int) -> UnitRecord:
 
 def _small(units: Sequence[Unit]) -> bool:
     """Whether these fit one buffer, each tile of them in one run."""
-    if sum(map(source_bytes, units)) > SMALL_BYTES:
+    if sum(map(source_bytes, units)) > SMALL_BYTES or any(unit.row_runs for unit in units):
         return False
     return all(
         (unit.rows == 1 and unit.scheme != "per_channel") or Bands(unit).first.cols == unit.cols

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from fp8fs.core.dtypes import DTYPES
-from fp8fs.core.layout import Piece, Tile, Unit, tiles
+from fp8fs.core.layout import Piece, Tile, Unit, data_rows, tiles
 from fp8fs.core.recipe import BLOCK
 from fp8fs.engine.stats import Counters
 from fp8fs.errors import SourceInvalidError
@@ -16,8 +16,10 @@ __all__ = [
     "Bands",
     "Run",
     "SourceReader",
+    "data_item_bytes",
     "element_position",
     "item_bytes",
+    "matrix_runs",
     "source_bytes",
     "view_bytes",
     "write_tile",
@@ -35,6 +37,11 @@ def item_bytes(dtype: str) -> int:
 def source_bytes(unit: Unit) -> int:
     """Bytes that making the unit reads at least once."""
     return unit.rows * unit.cols * item_bytes(unit.dtype)
+
+
+def data_item_bytes(unit: Unit) -> int:
+    """Bytes in the view of one element of the unit's matrix, its scale apart."""
+    return unit.data.length // (unit.rows * unit.cols)
 
 
 def view_bytes(unit: Unit) -> int:
@@ -69,7 +76,8 @@ def element_position(unit: Unit, element: int) -> tuple[str, int]:
     offset = element * size
     for piece in unit.pieces:
         if offset < piece.nbytes:
-            return piece.tensor, offset // size
+            whole = min(p.file_offset for p in unit.pieces if p.tensor == piece.tensor)
+            return piece.tensor, (piece.file_offset - whole + offset) // size
         offset -= piece.nbytes
     raise IndexError(element)
 
@@ -136,20 +144,40 @@ class SourceReader:
 
 
 def write_tile(write: Write, unit: Unit, tile: Tile, data: memoryview) -> None:
-    """Write a tile's view bytes (one per element) to where they belong in the shard file."""
-    base = unit.data.start
-    if tile.rows == 1 or tile.cols == unit.cols:
-        write(data, base + tile.row * unit.cols + tile.col)
+    """Write a tile's view bytes to where they belong in the shard file."""
+    item = data_item_bytes(unit)
+    width, line = tile.cols * item, unit.cols * item
+    base = unit.data.start + tile.col * item
+    done = 0
+    for data_row, rows in data_rows(unit.row_runs, tile.row, tile.rows):
+        if rows == 1 or width == line:
+            write(data[done : done + rows * width], base + data_row * line)
+            done += rows * width
+            continue
+        for row in range(data_row, data_row + rows):
+            write(data[done : done + width], base + row * line)
+            done += width
+
+
+def matrix_runs(unit: Unit, start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Bytes [start, start + length) of a unit's data as runs (start, length) of its matrix in view bytes, in data order."""
+    if not unit.row_runs:
+        yield start, length
         return
-    for row in range(tile.rows):
-        start = base + (tile.row + row) * unit.cols + tile.col
-        write(data[row * tile.cols : (row + 1) * tile.cols], start)
+    end = start + length
+    line = unit.cols * data_item_bytes(unit)
+    for run in sorted(unit.row_runs, key=lambda run: run.data_row):
+        first = max(start, run.data_row * line)
+        last = min(end, (run.data_row + run.rows) * line)
+        if first < last:
+            yield run.row * line + first - run.data_row * line, last - first
 
 
 class Bands:
     """A unit cut into runs of whole rows (of one row: runs of columns), each made without looking at the others.
 
-    A band's tiles follow each other in ``tiles`` order, its data and its scales are one run each in the view.
+    A band's tiles follow each other in ``tiles`` order. Its scales are one run in the view, and so is its data, unless
+    the rows lie there in another order.
     per_channel needs whole rows for a scale, so there a vector is one band.
     """
 
@@ -183,12 +211,12 @@ class Bands:
             )
 
     def data(self, band: int) -> tuple[int, int]:
-        """Start and length, in bytes of the unit's data (and in elements of its source)."""
+        """Start and length in elements of the unit's matrix."""
         start = band * self.elems
         return start, min(self.elems, self.unit.rows * self.unit.cols - start)
 
     def scale(self, band: int) -> tuple[int, int]:
-        """Start and length in bytes of the unit's scales; per_tensor and kept units have none of a band's own."""
+        """Start and length in bytes of the unit's scales; per_tensor units and those without scales have none of a band's own."""
         unit = self.unit
         start, length = self.data(band)
         if unit.scheme == "per_channel":

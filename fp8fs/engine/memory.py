@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from fp8fs.core.layout import Unit
 from fp8fs.engine.cast import Draft
 from fp8fs.engine.materialize import Materializer
-from fp8fs.engine.matrix import Bands
+from fp8fs.engine.matrix import Bands, data_item_bytes, matrix_runs
 from fp8fs.engine.once import Outcome, Poll, closing_error, told
 from fp8fs.engine.pool import URGENT, Pool, Task, Work
 
@@ -105,17 +107,18 @@ class MemoryServer:
 
     def read_data(self, shard: int, index: int, start: int, length: int, poll: Poll) -> bytes:
         """Bytes [start, start + length) of a unit's data."""
-        bands = Bands(self._unit(shard, index))
+        unit = self._unit(shard, index)
+        band_bytes = Bands(unit).elems * data_item_bytes(unit)
         parts: list[bytes] = []
-        while length > 0:
-            band = start // bands.elems
-            inner = start - band * bands.elems
-            data = self._data.get((shard, index, band))
-            if data is None:
-                data = self._made((shard, index, band), poll).data
-            part = data[inner : inner + length]
-            parts.append(part)
-            start, length = start + len(part), length - len(part)
+        for begin, left in matrix_runs(unit, start, length):
+            while left > 0:
+                band, inner = divmod(begin, band_bytes)
+                data = self._data.get((shard, index, band))
+                if data is None:
+                    data = self._made((shard, index, band), poll).data
+                part = data[inner : inner + left]
+                parts.append(part)
+                begin, left = begin + len(part), left - len(part)
         return b"".join(parts)
 
     def read_scale(self, shard: int, index: int, start: int, length: int, poll: Poll) -> bytes:
@@ -138,7 +141,7 @@ class MemoryServer:
         return b"".join(parts)
 
     def make(self, key: BandKey) -> tuple[bytes, bytes]:
-        """One band's data and scales, from the source. Runs on a worker thread.
+        """One band's data, rows in matrix order, and scales, from the source. Runs on a worker thread.
 
         The source is checked before and after, so nothing of a changed source is served.
         """
@@ -147,9 +150,10 @@ class MemoryServer:
         sources = {piece.shard for piece in unit.pieces}
         self._materializer.reader.check(sources)
         draft = self._draft(shard, index)
+        item = data_item_bytes(unit)
         start, length = draft.bands.data(band)
-        out = bytearray(length)
-        base = unit.data.start + start
+        out = bytearray(length * item)
+        base = unit.data.start + start * item
 
         def write(data: memoryview, file_offset: int) -> None:
             out[file_offset - base : file_offset - base + len(data)] = data
@@ -169,7 +173,10 @@ class MemoryServer:
             self._works.pop(key, None)
 
     def _draft(self, shard: int, index: int) -> Draft:
-        return self._materializer.draft(shard, index, {}, URGENT)
+        draft = self._materializer.draft(shard, index, {}, URGENT)
+        if draft.unit.row_runs:
+            draft.unit = msgspec.structs.replace(draft.unit, row_runs=())
+        return draft
 
     def _made(self, key: BandKey, poll: Poll) -> _BandWork:
         with self._lock:

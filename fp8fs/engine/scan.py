@@ -96,7 +96,7 @@ class _Scan:
         self.total_bytes = 0
         for shard in plan.shards:
             for unit in shard.units:
-                if unit.scheme:
+                if unit.is_quantized:
                     self.sources.update(piece.shard for piece in unit.pieces)
                     self.total_bytes += sum(piece.nbytes for piece in unit.pieces)
         self.done_bytes = 0
@@ -147,12 +147,19 @@ def _chunks(plan: Plan) -> Iterator[_Chunk]:
     """Every weight that is to be quantized, tensor by tensor, in runs that fit a buffer."""
     for shard in plan.shards:
         for unit in shard.units:
-            if not unit.scheme:
+            if not unit.is_quantized:
                 continue
             size = item_bytes(unit.dtype)
+            starts: dict[str, int] = {}  # of each tensor, whose rows may be in any order
             for piece in unit.pieces:
+                known = starts.get(piece.tensor, piece.file_offset)
+                starts[piece.tensor] = min(known, piece.file_offset)
+            for piece in unit.pieces:
+                before = piece.file_offset - starts[piece.tensor]
                 for at in range(0, piece.nbytes, _CHUNK_BYTES):
                     run = Run(
                         piece.shard, piece.file_offset + at, min(_CHUNK_BYTES, piece.nbytes - at)
                     )
-                    yield _Chunk(shard.component, piece.tensor, unit.dtype, at // size, run)
+                    yield _Chunk(
+                        shard.component, piece.tensor, unit.dtype, (before + at) // size, run
+                    )

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from fp8fs.core.layout import Cutter, Plan, ViewShard
-from fp8fs.engine.matrix import item_bytes, source_bytes, view_bytes
+from fp8fs.core.layout import Cutter, Plan, Unit, ViewShard
+from fp8fs.engine.matrix import data_item_bytes, item_bytes, source_bytes, view_bytes
 from fp8fs.engine.once import fresh
 from fp8fs.errors import Fp8fsError
 from fp8fs.store.store import Partial, ShardSpec, UnitSpan
@@ -37,19 +37,23 @@ def shard_spec(shard: ViewShard) -> ShardSpec:
 
 def unit_spans(shard: ViewShard) -> list[UnitSpan]:
     """Where each unit's bytes are and how they are digested, for the store's recovery and ``verify``."""
-    return [
-        UnitSpan(
-            unit=index,
-            start=unit.data.start,
-            length=unit.data.length,
-            rows=unit.rows,
-            cols=unit.cols,
-            item_bytes=item_bytes(unit.dtype),
-            scale_start=unit.scale.start if unit.scale else 0,
-            scale_length=unit.scale.length if unit.scale else 0,
-        )
-        for index, unit in enumerate(shard.units)
-    ]
+    return [_unit_span(index, unit) for index, unit in enumerate(shard.units)]
+
+
+def _unit_span(index: int, unit: Unit) -> UnitSpan:
+    """Columns are counted in bytes of the view, so tiles are cut where the source's are whatever an element has there."""
+    item = data_item_bytes(unit)
+    return UnitSpan(
+        unit=index,
+        start=unit.data.start,
+        length=unit.data.length,
+        rows=unit.rows,
+        cols=unit.cols * item,
+        item_bytes=item_bytes(unit.dtype) // item,
+        scale_start=unit.scale.start if unit.scale else 0,
+        scale_length=unit.scale.length if unit.scale else 0,
+        row_runs=unit.row_runs,
+    )
 
 
 def seal_facts(plan: Plan, shard: ViewShard) -> dict[str, object]:
@@ -62,6 +66,7 @@ def seal_facts(plan: Plan, shard: ViewShard) -> dict[str, object]:
                 "scheme": unit.scheme,
                 "dtype": unit.dtype,
                 "group": plan.groups[unit.group].id if unit.group >= 0 else "",
+                **({"row_runs": unit.row_runs} if unit.row_runs else {}),
             }
             for unit in shard.units
         ],

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fp8fs.core.quantizer import Buffer
 from fp8fs.core.recipe import BLOCK
 from fp8fs.errors import NonFiniteTensorError
-from fp8fs.quant.reference import TENSOR_SCALE_MIN
+from fp8fs.quant.reference import TENSOR_SCALE_MIN, Weight, to_bf16
 
 __all__ = [
     "CODE",
@@ -27,6 +27,7 @@ __all__ = [
     "code_to_float",
     "inverse_scale",
     "nonfinite",
+    "round_bf16",
     "row_length",
     "row_maxima",
     "source_codes",
@@ -52,6 +53,12 @@ INFINITE: dict[str, int] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
 """Magnitude code of infinity; every NaN is above it."""
 
 _SEARCH_ELEMS = 1 << 20
+_ROUND_ELEMS = 1 << 16
+_VALUE: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+}
 
 
 def source_codes(src: Buffer, dtype: str) -> Codes:
@@ -90,6 +97,20 @@ def target_floats(out: Buffer, count: int) -> Floats:
             f"the float32 buffer must be writable, aligned and hold {count} values, not {floats.size}"
         )
     return floats
+
+
+def round_bf16(src: Buffer, dtype: str, dst: Buffer) -> None:
+    """dst = BF16(src). Scratch memory is bounded whatever the tile's size. Raises: ValueError if *dst* does not fit."""
+    codes = source_codes(src, dtype)
+    target: Codes = np.frombuffer(memoryview(dst), dtype=CODE["BF16"])
+    if target.size != codes.size or not target.flags.writeable:
+        raise ValueError(
+            f"the BF16 buffer must be writable and hold {codes.size} values, not {target.size}"
+        )
+    weight: Weight = np.frombuffer(codes, _VALUE[dtype])
+    for start in range(0, codes.size, _ROUND_ELEMS):
+        part = slice(start, start + _ROUND_ELEMS)
+        target[part] = to_bf16(weight[part])
 
 
 def row_length(count: int, rows: int) -> int:

@@ -107,6 +107,9 @@ class CpuQuantizer:
         scales = buffers.target_floats(scale, high * wide)
         self._run("quantize_blocks", dtype, codes, rows, cols, data, scales, pow2)
 
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        buffers.round_bf16(src, dtype, dst)
+
     def warm(
         self, dtypes: tuple[str, ...] = ("BF16",), schemes: Iterable[str] = tuple(_WARM)
     ) -> None:

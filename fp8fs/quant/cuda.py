@@ -117,6 +117,10 @@ class TorchQuantizer:
                 self._store(whole[:rows, :cols], data)
         self._require_finite(seen, codes, dtype)
 
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        """On the CPU: kept tensors are few, and rounding is cheaper than the way to the device."""
+        buffers.round_bf16(src, dtype, dst)
+
     def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
         """Make the device's context and load its kernels."""
         for dtype in dtypes:

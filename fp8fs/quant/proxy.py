@@ -25,7 +25,7 @@ import numpy as np
 
 from fp8fs.core.quantizer import Buffer, Quantizer
 from fp8fs.errors import DeviceError, NonFiniteTensorError
-from fp8fs.quant import child, reference
+from fp8fs.quant import buffers, child, reference
 from fp8fs.quant.lane import Call, Lane, LaneClosedError, Reply
 
 __all__ = ["ChildQuantizer", "FallbackQuantizer"]
@@ -217,6 +217,10 @@ class ChildQuantizer:
         parts = [_read(src), _written(dst), _written(scale)]
         self._call("quantize_blocks", dtype, parts, rows=rows, cols=cols, pow2=pow2)
 
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        """Here, without the child: rounding is cheaper than the copies."""
+        buffers.round_bf16(src, dtype, dst)
+
     def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
         """Start the child and make its device ready."""
         for dtype in dtypes:
@@ -329,6 +333,9 @@ class FallbackQuantizer:
         pow2: bool,
     ) -> None:
         self._first(lambda q: q.quantize_blocks(src, dtype, rows, cols, dst, scale, pow2=pow2))
+
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        self._first(lambda q: q.cast_bf16(src, dtype, dst))
 
     def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
         """Make the primary ready, or the spare where that fails."""

@@ -42,6 +42,7 @@ __all__ = [
     "per_tensor",
     "pow2_ceil",
     "tensor_scale",
+    "to_bf16",
     "to_float32",
 ]
 
@@ -114,6 +115,21 @@ def to_float32(weight: Weight) -> Floats:
         index = int(np.argmin(finite.reshape(-1)))
         raise NonFiniteTensorError(f"element {index} is NaN or Inf", index=index)
     return values
+
+
+def to_bf16(weight: Weight) -> npt.NDArray[np.uint16]:
+    """The BF16 bits nearest to *weight*, ties to the even ones: too large becomes Inf, NaN becomes 0x7FC0.
+
+    Equals ``torch.Tensor.to(torch.bfloat16)`` for all that is not NaN.
+    """
+    if weight.dtype == np.uint16:
+        return weight.astype(np.uint16)
+    bits = weight.astype(np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    codes: npt.NDArray[np.uint16] = np.where(np.isnan(weight), np.uint32(0x7FC0), rounded).astype(
+        np.uint16
+    )
+    return codes
 
 
 def _amax(values: Floats) -> np.float32:

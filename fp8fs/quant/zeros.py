@@ -52,6 +52,9 @@ class ZerosQuantizer:
         buffers.target_bytes(dst, rows * cols).fill(0)
         buffers.target_floats(scale, high * wide).fill(1.0)
 
+    def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        buffers.target_bytes(dst, 2 * buffers.source_codes(src, dtype).size).fill(0)
+
     def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
         """Nothing to load."""
 
