@@ -77,6 +77,7 @@ def test_per_tensor_is_mapped_and_equals_online_fp8(
         site=plugin,
     )
     assert not online[0]["mapped"]
+    assert_right(online)
     assert {digests(result) for result in mapped} == {digests(online[0])}
 
 

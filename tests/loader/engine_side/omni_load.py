@@ -102,10 +102,9 @@ class Inspector:
         base = name.removeprefix("transformer.")
         weight = self._checkpoint.dequantized(base)
         if weight is None:  # online quantization: the module's own weight is all there is
-            own = linear.weight.float()
-            weight = (
-                own if own.shape[1] == linear.input_size else own.t()
-            ) * linear.weight_scale.max()
+            # Processing left it as an (in, out) view of the rows: recognizable by its strides, also if it is square.
+            rows = linear.weight.t() if linear.weight.stride(0) == 1 else linear.weight
+            weight = rows.float() * linear.weight_scale.max()
         activations = torch.randn(
             8, linear.input_size, generator=torch.Generator().manual_seed(1)
         ).bfloat16()
