@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from fp8fs.core.layout import Plan, ViewEntry
+from fp8fs.core.text import brief
 from fp8fs.errors import (
     BadHandleError,
     HandedOverError,
@@ -124,14 +125,14 @@ class _Passthrough:
             now = os.fstat(self._fd)
         except OSError as err:
             raise SourceChangedError(
-                f"{self._path}: cannot be read: {err.strerror}", file=self._path
+                f"{brief(self._path)}: cannot be read: {err.strerror}", file=self._path
             ) from err
         if (now.st_size, now.st_mtime_ns) != (self._size, self._mtime_ns):
             fact, was, is_now = ("size", self._size, now.st_size)
             if was == is_now:
                 fact, was, is_now = ("mtime_ns", self._mtime_ns, now.st_mtime_ns)
             raise SourceChangedError(
-                f"{self._path}: {fact} was {was}, is {is_now}",
+                f"{brief(self._path)}: {fact} was {was}, is {is_now}",
                 hint="unmount and mount again",
                 file=self._path,
                 fact=fact,

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from ctypes import CDLL
 from typing import Any
 
+from fp8fs.core.text import brief
 from fp8fs.errors import Fp8fsError, InterruptedWaitError, ReadOnlyError
 from fp8fs.fuse.libfuse import LibFuse
 from fp8fs.fuse.pending import wants_to_stop
@@ -54,10 +55,10 @@ def replying(error: type[OSError], op: str, path: str) -> Iterator[None]:
     try:
         yield
     except Fp8fsError as err:
-        log.log(err.level, "%s %s: %s", op, path, err, extra={"facts": err.facts})
+        log.log(err.level, "%s %s: %s", op, brief(path), err, extra={"facts": err.facts})
         raise error(err.errno) from err
     except Exception as err:
-        log.exception("%s %s: bug", op, path)
+        log.exception("%s %s: bug", op, brief(path))
         raise error(errno.EIO) from err
 
 

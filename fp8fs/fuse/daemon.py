@@ -30,7 +30,7 @@ __all__ = ["assembled", "main"]
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38
 _CRASH_EXIT = 70
 
 
@@ -132,10 +132,15 @@ def _settle(spec: MountSpec) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.chdir("/")  # libfuse does it anyway; every path is absolute
+    os.umask(
+        0o077
+    )  # what is made without an explicit mode (a kernel cache, a core file) is ours alone
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, b"fp8fs", 0, 0, 0)
+    if os.geteuid() == 0:  # anybody else needs the set-uid fusermount3, at the end too
+        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if spec.foreground:
         launcher = os.getppid()
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

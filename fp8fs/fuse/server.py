@@ -29,7 +29,7 @@ from fp8fs.errors import MountError
 from fp8fs.fuse.adapter import Operations, fuse_options
 from fp8fs.fuse.libfuse import LibFuse, load_libfuse
 from fp8fs.fuse.mountinfo import find, read_mountinfo
-from fp8fs.fuse.outside import attach_command, detach_command
+from fp8fs.fuse.outside import attach_command, detach_command, run
 from fp8fs.fuse.spec import Mounted, MountSpec
 from fp8fs.fuse.state import process_start, remove_state, write_state
 from fp8fs.view import View
@@ -44,6 +44,7 @@ STOP_S = 5.0
 _LET_GO_S = 1.0
 """What waiting readers get to take their error; whoever still holds the mount then (another namespace) never lets go."""
 
+_DETACH_S = 2.0
 READ_AHEAD_KB = 1024
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _INIT, _END = 254, 255  # beside the signal numbers that share the pipe
@@ -201,18 +202,9 @@ def _stop(served: Served, spec: MountSpec, fuse: threading.Thread) -> None:
     """The mount is detached with its binds, the engine has stopped; FUSE has ended, if its readers let it."""
     end = time.monotonic() + STOP_S - 1.0
     if find(spec.dst, read_mountinfo()) is not None and fuse.is_alive():
-        try:
-            answer = subprocess.run(
-                detach_command(spec.dst),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=2.0,
-                check=False,
-            )
-            if answer.returncode:
-                log.warning("unmounting: %s", answer.stderr.decode("utf-8", "replace").strip())
-        except (OSError, subprocess.TimeoutExpired) as err:
-            log.warning("unmounting: %s", err)
+        answer = run(detach_command(spec.dst), _DETACH_S)
+        if answer is None or answer.code:
+            log.warning("unmounting: %s", "no answer" if answer is None else answer.said)
     served.close(max(0.5, end - time.monotonic() - _LET_GO_S))
     fuse.join(_LET_GO_S)
 

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -25,10 +26,11 @@ from typing import IO, Any
 import msgspec
 from platformdirs import user_state_path
 
-from fp8fs.errors import MountError, MountPointError, NotMountedError
+from fp8fs.errors import Fp8fsError, MountError, MountPointError, NotMountedError
 from fp8fs.fuse.checks import check_choices, check_places, ensure_directory
 from fp8fs.fuse.libfuse import check_fuse
 from fp8fs.fuse.mountinfo import FSTYPE, find, read_mountinfo, resolve
+from fp8fs.fuse.outside import read_command, run
 from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
 from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
 
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 _LOG_MAX_BYTES = 10 << 20
+_STATUS_MAX_BYTES = 16 << 20
+_STATUS_S = 10.0
 _TICK_S = 0.25
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -122,17 +126,24 @@ def read_status(dst: str) -> dict[str, Any]:
     Fields: docs/CLI.md (schema, src, dst, store, tree, plan_id, pid, started_ns, log, serve, grain, device, schemes,
     shards{total,sealed}, units{total,made,reused,in_flight}, bytes{source,view,read,written,reused}, waiting, gb_per_s,
     eta_s, errors[], degraded, source_changes[], warnings[]).
-    Raises: NotMountedError, also for a mount whose server is dead; MountError if it does not answer.
+    Raises: NotMountedError, also for a mount whose server is dead; MountError if it does not answer in time: whoever
+    may mount can call a mount ours and never answer, and root asks too.
     """
     mounted = find_mount(dst)
     if not mounted.live:
         raise NotMountedError(
             f"the server of {mounted.dst} is dead", hint=f"fp8fs unmount {mounted.dst}"
         )
+    answer = run(read_command(f"{mounted.dst}/.fp8fs/status.json", _STATUS_MAX_BYTES), _STATUS_S)
+    if answer is None:
+        raise MountError(f"{mounted.dst} gives no status: no answer in {_STATUS_S:.0f} s")
     try:
-        with open(f"{mounted.dst}/.fp8fs/status.json", "rb") as file:
-            status: dict[str, Any] = json.loads(file.read())
-    except (OSError, ValueError) as err:
+        if answer.code:
+            raise ValueError(answer.said)
+        status = json.loads(answer.out)
+        if not isinstance(status, dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as err:
         raise MountError(f"{mounted.dst} gives no status: {err}") from err
     return status
 
@@ -176,6 +187,8 @@ def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
             created_dst=created,
         )
     except BaseException:
+        with contextlib.suppress(Fp8fsError):  # a server that was killed leaves its mount behind
+            clean_up_stale(dst)
         if created:
             with contextlib.suppress(OSError):
                 os.rmdir(dst)
@@ -269,15 +282,24 @@ def _pass_on(server: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _open_log(path: str) -> IO[bytes]:
-    """The log, appended to; an old one that has grown large is set aside once."""
+    """The log, appended to, readable for its owner only: it holds names. A large old one is set aside once."""
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_size > _LOG_MAX_BYTES:
+            if os.lstat(path).st_size > _LOG_MAX_BYTES:
                 os.replace(path, f"{path}.1")
-        return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+        flags = (
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
+        log = os.fdopen(os.open(path, flags, 0o600), "ab")
     except OSError as err:
         raise MountError(f"the log {path} cannot be written: {err.strerror}") from err
+    facts = os.fstat(log.fileno())
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_nlink != 1:
+        log.close()
+        raise MountError(f"the log {path} is not a file of ours", hint="move it away")
+    os.fchmod(log.fileno(), 0o600)
+    return log
 
 
 class _Lines:

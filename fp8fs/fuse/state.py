@@ -4,15 +4,18 @@
     $XDG_RUNTIME_DIR/fp8fs/..., /run/user/UID/fp8fs/..., /tmp/fp8fs-UID/...    the first that its owner can write
 
 The kernel's mountinfo decides what is mounted; a state file without its mount means nothing. A file is believed only
-if it belongs to the user who, says the kernel, made the mount.
+if it belongs to the user who, says the kernel, made the mount, in a folder of that user that is reached through no
+symlink. And it is only that user's word: root must not take a process number from it for granted (``alive``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 
 import msgspec
 
@@ -27,39 +30,35 @@ _MAX_BYTES = 1 << 16
 def write_state(mounted: Mounted) -> str:
     """The mount's state file is *mounted*; returns its path. Raises: MountError if no place for it can be written."""
     answers = []
+    name = _name(mounted.dst)
+    staged = f"{name}.{os.getpid()}"
     for folder in _folders(os.geteuid()):
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            if not _belongs_to(os.lstat(folder), os.geteuid()):
-                answers.append(f"{folder} belongs to somebody else")
-                continue
-            path = f"{folder}/{_name(mounted.dst)}"
-            staged = f"{path}.{os.getpid()}"
-            with open(staged, "wb", opener=_create) as file:
-                file.write(encode(mounted))
-            os.replace(staged, path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            with _opened(folder, os.geteuid()) as fd:
+                with open(_create(staged, fd), "wb") as file:
+                    file.write(encode(mounted))
+                os.replace(staged, name, src_dir_fd=fd, dst_dir_fd=fd)
         except OSError as err:
             answers.append(f"{folder}: {err.strerror}")
         else:
-            return path
+            return f"{folder}/{name}"
     raise MountError(f"no place for the mount's state file ({'; '.join(answers)})")
 
 
 def read_state(dst: str, uid: int) -> Mounted | None:
     """What user *uid* has noted about a mount at *dst*, None if nothing that can be believed."""
     for folder in _folders(uid):
-        path = f"{folder}/{_name(dst)}"
         try:
-            with open(path, "rb", opener=_read_only) as file:
-                if not _belongs_to(os.fstat(file.fileno()), uid):
-                    continue
-                mounted = decode(file.read(_MAX_BYTES), Mounted)
-        except (OSError, ValueError, msgspec.ValidationError):
+            with _opened(folder, uid) as fd:
+                data = _read(_name(dst), fd, uid)
+            mounted = decode(data, Mounted)
+        except (OSError, ValueError, RecursionError):
             continue
-        if mounted.dst == dst and isinstance(mounted, Mounted):
-            return msgspec.structs.replace(
-                mounted, uid=uid, live=alive(mounted.pid, mounted.pid_start)
-            )
+        if isinstance(mounted, Mounted) and mounted.dst == dst:
+            live = alive(mounted.pid, mounted.pid_start, uid)
+            return msgspec.structs.replace(mounted, uid=uid, live=live)
     return None
 
 
@@ -69,8 +68,8 @@ def remove_state(dst: str, uid: int, *, pid: int = 0) -> None:
     if pid and known is not None and known.pid != pid:
         return
     for folder in _folders(uid):
-        with contextlib.suppress(OSError):
-            os.unlink(f"{folder}/{_name(dst)}")
+        with contextlib.suppress(OSError), _opened(folder, uid) as fd:
+            os.unlink(_name(dst), dir_fd=fd)
 
 
 def process_start(pid: int) -> int:
@@ -83,9 +82,22 @@ def process_start(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def alive(pid: int, start: int) -> bool:
-    """Whether the very process that had this number at that time still runs."""
-    return pid > 0 and start > 0 and process_start(pid) == start
+def alive(pid: int, start: int, uid: int) -> bool:
+    """Whether the very process that had this number at that time still runs, and belongs to *uid*.
+
+    The owner is asked because number and time may be another user's words: root would otherwise signal whatever
+    process that user had written down.
+    """
+    return pid > 0 and start > 0 and process_start(pid) == start and _real_uid(pid) == uid
+
+
+def _real_uid(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            line = next((line for line in file if line.startswith(b"Uid:")), b"Uid:\t-1")
+    except OSError:
+        return -1
+    return int(line.split()[1])
 
 
 def _folders(uid: int) -> list[str]:
@@ -104,18 +116,34 @@ def _name(dst: str) -> str:
 
 
 def _belongs_to(facts: os.stat_result, uid: int) -> bool:
-    return (
-        facts.st_uid == uid
-        and not facts.st_mode & 0o022
-        and (stat.S_ISDIR(facts.st_mode) or stat.S_ISREG(facts.st_mode))
-    )
+    return facts.st_uid == uid and not facts.st_mode & 0o022
 
 
-def _create(path: str, _flags: int) -> int:
-    return os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-    )
+@contextlib.contextmanager
+def _opened(folder: str, uid: int) -> Iterator[int]:
+    """The folder itself, of that user, in which nobody else can put or replace a name. Raises: OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if not _belongs_to(os.fstat(fd), uid):
+            raise PermissionError(errno.EPERM, "belongs to somebody else")
+        yield fd
+    finally:
+        os.close(fd)
 
 
-def _read_only(path: str, _flags: int) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _create(path: str, folder: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o600, dir_fd=folder)
+
+
+def _read(name: str, folder: int, uid: int) -> bytes:
+    """A small regular file of that user. Raises: OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(name, flags, dir_fd=folder)
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or not _belongs_to(facts, uid):
+            raise PermissionError(errno.EPERM, "belongs to somebody else")
+        return os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
+import select
 import signal
-import subprocess
-import time
 
 from fp8fs.errors import MountError, MountPointError, NotMountedError
 from fp8fs.fuse import binds
@@ -18,6 +16,7 @@ from fp8fs.fuse.outside import (
     detach_command,
     detach_gently_command,
     probe_command,
+    run,
 )
 from fp8fs.fuse.spec import Mounted, UnmountReport
 from fp8fs.fuse.state import alive, read_state, remove_state
@@ -116,23 +115,16 @@ def _owner(mount: Mount) -> int:
 
 def _answers(dst: str) -> bool:
     """Whether anybody serves the mount; a server that is too slow to say so counts as one."""
-    try:
-        answer = subprocess.run(
-            probe_command(dst), stdin=subprocess.DEVNULL, timeout=_PROBE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    return answer.returncode != binds.DEAD
+    answer = run(probe_command(dst), _PROBE_S)
+    return answer is None or answer.code != binds.DEAD
 
 
 def _detach_all(dst: str) -> None:
     """Out of this namespace, binds and all, in use or not."""
-    answer = subprocess.run(
-        detach_command(dst), stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
-    if answer.returncode and find(dst, read_mountinfo()) is not None:
-        said = answer.stderr.decode("utf-8", "replace").strip()
-        raise MountError(f"{dst} cannot be unmounted: {said or answer.returncode}")
+    answer = run(detach_command(dst), _HELPER_S)
+    if (answer is None or answer.code) and find(dst, read_mountinfo()) is not None:
+        why = "no answer" if answer is None else answer.said or answer.code
+        raise MountError(f"{dst} cannot be unmounted: {why}")
 
 
 def _detach_gently(known: Mounted) -> bool:
@@ -140,18 +132,13 @@ def _detach_gently(known: Mounted) -> bool:
     dst = known.dst
     own = (f"{dst}/.fp8fs/tree", f"{dst}/.fp8fs/src")
     points = [mount.point for mount in below(dst, read_mountinfo()) if mount.point in own]
-    command = detach_gently_command(dst, points)
-    try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HELPER_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+    answer = run(detach_gently_command(dst, points), _HELPER_S)
+    if answer is None:
         return False
-    if answer.returncode == 0 or find(dst, read_mountinfo()) is None:
+    if answer.code == 0 or find(dst, read_mountinfo()) is None:
         return True
-    said = answer.stderr.decode("utf-8", "replace").strip()
-    if not _is_busy(said):
-        raise MountError(f"{dst} cannot be unmounted: {said}")
+    if answer.errno != errno.EBUSY and "busy" not in answer.said.lower():
+        raise MountError(f"{dst} cannot be unmounted: {answer.said}")
     left = [mount.point for mount in below(dst, read_mountinfo())]
     _attach_again(known, left)
     raise MountPointError(
@@ -159,40 +146,40 @@ def _detach_gently(known: Mounted) -> bool:
     )
 
 
-def _is_busy(said: str) -> bool:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return bool(json.loads(said)["errno"] == errno.EBUSY)
-    return "busy" in said.lower()
-
-
 def _attach_again(known: Mounted, left: list[str]) -> None:
-    """What was taken away before somebody turned out to use the rest is put back."""
+    """What was taken away before somebody turned out to use the rest is put back.
+
+    Only root's mounts have binds. What another user's state file says of binds is not believed: it would bind for them.
+    """
+    if known.uid != 0:
+        return
     tree = "" if f"{known.dst}/.fp8fs/tree" in left or not known.bind_src else known.tree
     source = "" if f"{known.dst}/.fp8fs/src" in left else known.bind_src
     if tree or source:
-        subprocess.run(
-            attach_command(known.dst, tree, source),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_HELPER_S,
-            check=False,
-        )
+        run(attach_command(known.dst, tree, source), _HELPER_S)
 
 
 def _end_server(known: Mounted, timeout_s: float) -> bool:
     """The server is gone; True if it had to be killed. It ends by itself once its mount is gone: the signal hurries it."""
-    if not alive(known.pid, known.pid_start):
+    try:
+        server = os.pidfd_open(known.pid) if known.pid > 0 else -1
+    except OSError:
         return False
-    for number, limit_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(known.pid, number)
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            if not alive(known.pid, known.pid_start):
+    if server < 0:
+        return False
+    try:
+        # Judged after the descriptor was taken: from here on the number cannot come to mean another process.
+        if not alive(known.pid, known.pid_start, known.uid):
+            return False
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(server, number)
+            if select.select([server], [], [], timeout_s)[0]:
                 with contextlib.suppress(ChildProcessError):  # our own child, if we mounted it
                     os.waitpid(known.pid, os.WNOHANG)
                 return number is signal.SIGKILL
-            time.sleep(0.02)
+    finally:
+        os.close(server)
     raise MountError(f"the server of {known.dst}, pid {known.pid}, does not end")
 
 
