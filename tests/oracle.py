@@ -147,7 +147,6 @@ SIBLINGS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
     ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
     ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"),
     ("DenseReluDense.wi_0", "DenseReluDense.wi_1"),
 )
