@@ -305,7 +305,13 @@ def h3_like(
     write_sharded(target, weights.all, shards, stem="diffusion_pytorch_model", index=index)
     write_json(
         target / "config.json",
-        {"_class_name": "MiniMaxH3DiT", "num_layers": layers, "hidden_size": hidden},
+        {
+            "_class_name": "MiniMaxH3DiT",
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": hidden // 32,
+            "attention_head_dim": 32,
+        },
     )
     rest = _around(folder, "MiniMaxH3DiT", dtype=dtype, seed=seed)
     return {"transformer": weights.all, **rest}

@@ -100,7 +100,7 @@ GROUPED_ROWS = {
 }
 # Modules that the listed classes import and that are not needed to build a transformer.
 ABSENT_MODULES = ("torchaudio", "torchaudio.transforms", "torchaudio.functional", "soundfile")
-# Constructor arguments of classes whose defaults do not build.
+# Constructor arguments of classes whose defaults do not build, or build less than some checkpoints have.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "HiDreamImageTransformer2DModel": {
         "patch_size": 2,
@@ -117,6 +117,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "axes_dims_rope": (64, 32, 32),
         "max_resolution": (128, 128),
         "llama_layers": [0, 1, 2, 3, 4, 5, 6, 7],
+    },
+    # Everything that some checkpoint of the class has: image conditioning (2.1 I2V), control blocks.
+    "WanTransformer3DModel": {"added_kv_proj_dim": 5120, "image_dim": 1280},
+    "WanVACETransformer3DModel": {
+        "added_kv_proj_dim": 5120,
+        "image_dim": 1280,
+        "vace_layers": [0, 5, 10],
+        "vace_in_channels": 96,
     },
 }
 
@@ -201,7 +209,9 @@ class Builder:
             elif name == "prefix" and parameter.default is parameter.empty:
                 arguments[name] = ""
         accepted = {name for name, _ in parameters}
-        return arguments | {k: v for k, v in ARGUMENTS.get(self.name, {}).items() if k in accepted}
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for _, p in parameters)
+        ours = ARGUMENTS.get(self.name, {}).items()
+        return arguments | {k: v for k, v in ours if takes_all or k in accepted}
 
     def _diffusion_config(self) -> Any:
         from vllm_omni.diffusion.data import (
@@ -312,10 +322,11 @@ def derive(builder: Builder) -> dict[str, Any]:
         if target not in covered
         for source in sources
     }
+    stored = plain.state_dict(keep_vars=True)  # parameters, and the buffers that a checkpoint has
     dtypes = {
-        pattern(name): str(parameter.dtype).removeprefix("torch.")
-        for name, parameter in parameters.items()
-        if parameter.dtype != torch.bfloat16
+        pattern(name): str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in stored.items()
+        if tensor.dtype != torch.bfloat16 and tensor.is_floating_point()
     }
     return {
         "class": builder.name,
