@@ -309,8 +309,8 @@ def h3_like(
             "_class_name": "MiniMaxH3DiT",
             "num_layers": layers,
             "hidden_size": hidden,
-            "num_attention_heads": hidden // 32,
-            "attention_head_dim": 32,
+            "num_attention_heads": 2,
+            "attention_head_dim": hidden // 2,
         },
     )
     rest = _around(folder, "MiniMaxH3DiT", dtype=dtype, seed=seed)
