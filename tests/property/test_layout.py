@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from fp8fs.core.header import parse_header
 from fp8fs.core.json_text import set_key
-from fp8fs.core.layout import Cutter, Plan, tiles
+from fp8fs.core.layout import Cutter, Extent, Plan, Tile, Unit, tiles
+from fp8fs.core.plan import RowRun
 from fp8fs.core.recipe import SCHEMES
+from fp8fs.engine.matrix import matrix_runs, write_tile
 from tests.planning import ITEM_BYTES, LLM, Shapes, checkpoint, make_plan
 
 DTYPES = ("BF16", "F16", "F32")
@@ -217,6 +219,47 @@ def test_tiles_partition_the_matrix(rows: int, cols: int, item_bytes: int) -> No
             row, col, height = row + tile.rows, 0, 0
     assert (row, col) == (rows, 0)
     assert area == rows * cols
+
+
+@st.composite
+def reordered(draw: st.DrawFn) -> tuple[Unit, list[int]]:
+    """A unit whose rows lie in runs of any length in any order, and the matrix row behind each row of its data."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    order = draw(st.permutations(range(len(lengths))))
+    cols, item = draw(st.integers(1, 5)), draw(st.sampled_from((1, 2)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    data: list[int] = []
+    placed = {}
+    for i in order:
+        placed[i] = len(data)
+        data += range(starts[i], starts[i] + lengths[i])
+    runs = tuple(RowRun(starts[i], n, placed[i]) for i, n in enumerate(lengths))
+    extent = Extent(100, len(data) * cols * item)
+    return Unit("w", "block", "F32", len(data), cols, (), extent, None, -1, runs), data
+
+
+@given(reordered(), st.data())
+def test_rows_go_where_the_runs_say(case: tuple[Unit, list[int]], data: st.DataObject) -> None:
+    """Tiles are written to, and bytes are found at, the places that the runs give each row."""
+    unit, order = case
+    line = unit.data.length // unit.rows
+    row = data.draw(st.integers(0, unit.rows - 1))
+    tile = Tile(row, data.draw(st.integers(1, unit.rows - row)), 0, unit.cols)
+    lines = [bytes([r % 251]) * line for r in range(unit.rows)]
+    view = bytearray(unit.data.length)
+
+    def write(part: memoryview, at: int) -> None:
+        view[at - 100 : at - 100 + len(part)] = part
+
+    write_tile(write, unit, tile, memoryview(b"".join(lines[row : row + tile.rows])))
+    inside = range(row, row + tile.rows)
+    assert view == b"".join(lines[r] if r in inside else bytes(line) for r in order)
+
+    start = data.draw(st.integers(0, unit.data.length - 1))
+    length = data.draw(st.integers(1, unit.data.length - start))
+    matrix, shown = b"".join(lines), b"".join(lines[r] for r in order)
+    found = b"".join(matrix[at : at + n] for at, n in matrix_runs(unit, start, length))
+    assert found == shown[start : start + length]
 
 
 values = st.recursive(

@@ -232,3 +232,16 @@ def test_warm(quantizer: Quantizer) -> None:
     """Warming is repeatable, for any set of source dtypes."""
     quantizer.warm()
     quantizer.warm(("F32", "BF16"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_tensors_are_rounded(quantizer: Quantizer, dtype: str) -> None:
+    """BF16 values are the reference's for every kind of bits, NaN and Inf too, at any address and in any size."""
+    item = 4 if dtype == "F32" else 2
+    raw = np.random.default_rng(5).bytes(item * 70_001)
+    weight = np.frombuffer(raw, {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
+    found = bytearray(2 * weight.size + 1)
+    quantizer.cast_bf16(raw, dtype, memoryview(found)[1:])
+    assert bytes(found[1:]) == reference.to_bf16(weight).astype("<u2").tobytes()
+    with pytest.raises(ValueError, match="BF16 buffer must"):
+        quantizer.cast_bf16(raw, dtype, bytearray(2 * weight.size - 2))

@@ -168,3 +168,36 @@ def test_never_nan_never_zero_scale(scheme: str) -> None:
         found = SCHEME_FUNCTIONS[scheme](codes)
         assert not ((found.data & 0x7F) == 0x7F).any()
         assert (np.isfinite(found.scale) & (found.scale > 0)).all()
+
+
+def test_bf16_is_the_nearest_even_one() -> None:
+    """Rounding to BF16: ties go to even bits, too large becomes Inf, NaN is one NaN, signs and small values stay."""
+    bits = np.array(
+        [
+            0x3F80_8000,  # halfway between 0x3F80 and 0x3F81
+            0x3F81_8000,  # halfway between 0x3F81 and 0x3F82
+            0x3F80_8001,
+            0x3F80_7FFF,
+            0x7F7F_FFFF,
+            0xFF80_0000,
+            0x7F80_0001,
+            0xFFFF_FFFF,
+            0x8000_0000,
+            0x0000_8001,
+        ],
+        dtype=np.uint32,
+    )
+    found = reference.to_bf16(bits.view(np.float32))
+    assert [hex(code) for code in found] == [
+        hex(code)
+        for code in (
+            0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFF80, 0x7FC0, 0x7FC0, 0x8000, 0x0001,
+        )
+    ]  # fmt: skip
+
+
+def test_bf16_of_other_dtypes() -> None:
+    """F16 is widened first, BF16 stays as it is."""
+    assert list(reference.to_bf16(np.array([1.0, -65504.0], np.float16))) == [0x3F80, 0xC780]
+    codes = np.array([0x7FFF, 0x0001], np.uint16)
+    assert list(reference.to_bf16(codes)) == [0x7FFF, 0x0001]
