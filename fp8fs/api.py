@@ -72,6 +72,7 @@ def mounted(
     device: str = "auto",
     workers: int = 0,
     allow_other: bool = False,
+    allow_unquantized: bool = False,
 ) -> Iterator[Path]:
     """Mount *src* and yield the mount's path; unmounted on every way out, signals included.
 
@@ -99,6 +100,7 @@ def mounted(
         device=device,
         workers=workers,
         allow_other=allow_other,
+        allow_unquantized=allow_unquantized,
     )
     try:
         with _signals_raise():

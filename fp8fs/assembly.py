@@ -35,7 +35,13 @@ from fp8fs.core.plan import Plan
 from fp8fs.core.quantizer import QUANTIZER_VERSION
 from fp8fs.core.recipe import Recipe, check_recipe
 from fp8fs.engine import Engine, NonFinite
-from fp8fs.errors import Fp8fsError, StoreError, StoreFullError, UsageError
+from fp8fs.errors import (
+    Fp8fsError,
+    NothingQuantizedError,
+    StoreError,
+    StoreFullError,
+    UsageError,
+)
 from fp8fs.quant import make_quantizer
 from fp8fs.source import Source, hints_key
 from fp8fs.store.store import Pin, Store, Tree
@@ -231,6 +237,19 @@ def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool =
     return Survey(source, checkpoint, full, planned, store, why_no_store)
 
 
+def _require_fp8(planned: Plan) -> None:
+    """Raises: NothingQuantizedError if the view has no FP8 weight."""
+    if planned.fp8_bytes:
+        return
+    why = f" ({planned.warnings[0]})" if planned.warnings else ""
+    raise NothingQuantizedError(
+        f"0 of {planned.weight_bytes:,} bytes of weights become FP8{why}",
+        hint="fp8fs plan SRC gives the reason for each tensor; --allow-unquantized mounts it as it is",
+        fp8_bytes=0,
+        weight_bytes=planned.weight_bytes,
+    )
+
+
 def assemble(
     src: Path,
     recipe: Recipe,
@@ -240,11 +259,13 @@ def assemble(
     workers: int = 0,
     grain: str = "shard",
     need_store: bool = False,
+    allow_unquantized: bool = True,
 ) -> Assembled:
     """Survey SRC, start an engine on it and bring the tree up to what is sealed already.
 
-    *need_store*: a store that cannot be written is an error instead of a degraded start.
-    Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError.
+    *need_store*: a store that cannot be written is an error instead of a degraded start. Without
+    *allow_unquantized* so is a plan in which no weight becomes FP8.
+    Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError; NothingQuantizedError.
     """
     quantizer = make_quantizer(device)  # a wrong device is refused before SRC is read
     found = survey(src, recipe, store_root, create=True)
@@ -252,6 +273,8 @@ def assemble(
     engine: Engine | None = None
     try:
         store = found.store
+        if not allow_unquantized:
+            _require_fp8(found.plan)
         if need_store and (store is None or not store.writable):
             why = store.why_not if store is not None else found.why_no_store
             raise StoreFullError(f"the store cannot be written: {why}", hint="--store ROOT")

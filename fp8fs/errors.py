@@ -2,7 +2,7 @@
 
     Fp8fsError
     +-- UsageError
-    +-- SourceInvalidError       SourceChangedError
+    +-- SourceInvalidError       SourceChangedError       NothingQuantizedError
     +-- StoreError
     |   +-- StoreBusyError  StoreDamagedError  StoreFullError  StoreVersionError
     +-- QuantError
@@ -36,6 +36,7 @@ __all__ = [
     "NonFiniteTensorError",
     "NotADirectoryInViewError",
     "NotMountedError",
+    "NothingQuantizedError",
     "QuantError",
     "ReadOnlyError",
     "SourceChangedError",
@@ -98,6 +99,12 @@ class SourceChangedError(Fp8fsError):
     """A source file is not what it was when the view was planned."""
 
     code, exit = "source.changed", 11
+
+
+class NothingQuantizedError(Fp8fsError):
+    """No weight of SRC becomes FP8, so a mount would show it as it is."""
+
+    code, exit = "source.unquantized", 12
 
 
 class StoreError(Fp8fsError):

@@ -9,6 +9,7 @@ import typer
 
 from fp8fs.cli.options import (
     AllowOther,
+    AllowUnquantized,
     Component,
     Device,
     Grain,
@@ -49,6 +50,7 @@ def mount(
     device: Device = "auto",
     workers: Workers = 0,
     allow_other: AllowOther = False,
+    allow_unquantized: AllowUnquantized = False,
     foreground: Annotated[
         bool, typer.Option("--foreground", "-f", help="Stay until the mount ends, with progress.")
     ] = False,
@@ -71,6 +73,7 @@ def mount(
         device=device,
         workers=workers,
         allow_other=allow_other,
+        allow_unquantized=allow_unquantized,
     )
     output = Output(as_json=as_json, quiet=quiet)
     if foreground:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllowOther",
+    "AllowUnquantized",
     "Component",
     "Device",
     "Grain",
@@ -45,7 +46,8 @@ Names = Annotated[
     str,
     typer.Option(
         metavar="WHICH",
-        help="checkpoint: the source's tensor names.",
+        help="checkpoint: the source's tensor names. runtime: those of the engine's own module, "
+        "fused and in its dtypes (Wan, Qwen-Image and others).",
         rich_help_panel="Recipe",
     ),
 ]
@@ -113,6 +115,10 @@ Grain = Annotated[
 AllowOther = Annotated[
     bool,
     typer.Option("--allow-other", help="Let other users read the mount, by the files' own modes."),
+]
+AllowUnquantized = Annotated[
+    bool,
+    typer.Option("--allow-unquantized", help="Mount SRC even if none of its weights becomes FP8."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress on stderr.")]

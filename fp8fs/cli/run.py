@@ -8,6 +8,7 @@ import typer
 
 from fp8fs.cli.options import (
     AllowOther,
+    AllowUnquantized,
     Component,
     Device,
     Grain,
@@ -46,6 +47,7 @@ def run(
     device: Device = "auto",
     workers: Workers = 0,
     allow_other: AllowOther = False,
+    allow_unquantized: AllowUnquantized = False,
     quiet: Quiet = False,
 ) -> None:
     """Mount SRC, run CMD with {} replaced by the mount, unmount; exit with CMD's code."""
@@ -66,6 +68,7 @@ def run(
         device=device,
         workers=workers,
         allow_other=allow_other,
+        allow_unquantized=allow_unquantized,
     ) as dst:
         code = run_command([word.replace("{}", str(dst)) for word in command])
     raise typer.Exit(code)

@@ -45,6 +45,7 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
         device=spec.device,
         workers=spec.workers,
         grain=spec.grain,
+        allow_unquantized=spec.allow_unquantized,
     )
     plan, source = made.survey.plan, made.survey.source
     # Without a tree there is nothing that a link could lead to.

@@ -17,7 +17,8 @@ class MountSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a server needs to know. Paths are absolute (``mount`` makes them so). ``workers`` 0: one per core.
     ``store`` "": no store, everything is made in memory as it is read. ``factory``: "module:function" that makes what is
     served from a spec (server.Factory); tests put a fake engine there. ``foreground``: the server ends with its
-    launcher. ``created_dst``: ``mount`` made the directory DST; ``warnings``: what it has changed in the spec."""
+    launcher. ``created_dst``: ``mount`` made the directory DST; ``warnings``: what it has changed in the spec.
+    ``allow_unquantized``: mount SRC even if none of its weights becomes FP8."""
 
     src: str
     dst: str
@@ -28,6 +29,7 @@ class MountSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     workers: int = 0
     allow_other: bool = False
+    allow_unquantized: bool = False
     log_path: str = ""
     factory: str = "fp8fs.fuse.daemon:assembled"
     foreground: bool = False

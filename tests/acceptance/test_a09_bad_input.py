@@ -108,6 +108,27 @@ def test_a_bad_source_is_refused(
     assert error["code"] == "source.invalid"
 
 
+def test_a_model_without_fp8_needs_a_word(fp8fs: Fp8fs, place: Path) -> None:
+    """Where no weight becomes FP8, ``mount`` says how many bytes that are, and why, and exits with 12 unless told to go on."""
+    src, dst = make_checkpoint(place / "src", "llama", "1M"), place / "view"
+    keep = ("--keep", "*")
+    total = sum(
+        entry["data_offsets"][1] - entry["data_offsets"][0]
+        for path in src.glob("*.safetensors")
+        for entry in oracle.read_header(path)[1].values()
+    )
+    refused(fp8fs.run("mount", src, dst, *keep, code=12), f"0 of {total:,} bytes", "no tensor")
+    assert not dst.exists()
+    nothing_left(place)
+    refused(fp8fs.run("run", src, *keep, "--", "ls", "{}", code=12), "--allow-unquantized")
+    fp8fs.run("mount", src, dst, *keep, "--allow-unquantized")
+    for path in src.glob("*.safetensors"):
+        assert (dst / path.name).read_bytes() == path.read_bytes()
+    assert (dst / "config.json").read_bytes() == (src / "config.json").read_bytes()
+    fp8fs.run("unmount", dst)
+    nothing_left(place)
+
+
 def test_dst_must_be_empty(fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]) -> None:
     """A directory with something in it is not hidden by a mount."""
     dst = place / "view"
