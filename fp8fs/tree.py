@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from fp8fs.core.manifest import Manifest, encode_manifest, encode_plan, with_dig
 from fp8fs.core.plan import Plan, ViewEntry
 from fp8fs.errors import StoreError
 from fp8fs.source import Source
+from fp8fs.source.access import shown_mode
 from fp8fs.store.store import Store, Tree
 
 __all__ = ["COPY_MAX_BYTES", "TreeKeeper", "is_pinned_for_good", "origin_of", "pin_for_good"]
@@ -50,7 +50,11 @@ class TreeKeeper:
         uid, gid = (root.st_uid, root.st_gid) if owned else (-1, -1)
         # Whoever may enter SRC may enter the tree: a mount's links lead others through it.
         self.tree.ensure_dir(
-            "", mode=stat.S_IMODE(root.st_mode), uid=uid, gid=gid, mtime_ns=root.st_mtime_ns
+            "",
+            mode=shown_mode(str(self._source.root), root),
+            uid=uid,
+            gid=gid,
+            mtime_ns=root.st_mtime_ns,
         )
         for path, entry in self._plan.entries.items():
             self._place(path, entry, owned=owned)

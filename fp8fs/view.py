@@ -35,6 +35,7 @@ from fp8fs.errors import (
     StoreError,
     UsageError,
 )
+from fp8fs.source.access import shown_mode
 
 __all__ = ["Attrs", "Fill", "Poll", "Reader", "SourceFiles", "View"]
 
@@ -318,8 +319,10 @@ class View:
         entry = plan.entries.get("")
         if entry is not None:
             return Attrs("dir", entry.mode, 0, entry.mtime_ns, entry.uid, entry.gid)
-        stat = os.stat(self._source.root)
-        return Attrs("dir", stat.st_mode & 0o7777, 0, stat.st_mtime_ns, stat.st_uid, stat.st_gid)
+        root = self._source.root
+        facts = os.stat(root)
+        mode = shown_mode(str(root), facts)
+        return Attrs("dir", mode, 0, facts.st_mtime_ns, facts.st_uid, facts.st_gid)
 
     def _build(self, plan: Plan) -> None:
         for path, entry in plan.entries.items():

@@ -29,6 +29,7 @@ from fp8fs.source.scan import (
     changed,
     count_snapshots,
     difference,
+    leading_out,
     locate,
     open_planned,
     scan,
@@ -120,7 +121,9 @@ class Source:
         pipeline = "model_index.json" in texts
         return cls(
             location,
-            Checkpoint(entries, shards, components, texts, pipeline, _of_other_revisions(awaited)),
+            Checkpoint(
+                entries, shards, components, texts, pipeline, _warnings(location, entries, awaited)
+            ),
             {shard: read[shard].fingerprint for shard in shards},
             settled,
             max_open_files,
@@ -232,12 +235,21 @@ class Source:
         return difference(entry, facts)
 
 
-def _of_other_revisions(awaited: Sequence[str]) -> tuple[str, ...]:
-    """What is said of downloads that do not seem to be part of this snapshot, which is one of several."""
-    return tuple(
+def _warnings(
+    location: Location, entries: Mapping[str, SourceEntry], awaited: Sequence[str]
+) -> tuple[str, ...]:
+    """What a user should know of SRC as a whole, one sentence each."""
+    warnings = [
+        # They do not seem to be part of this snapshot, which is one of several.
         f"{path}: a download that is not finished; it is taken for another revision's"
         for path in awaited[:1]
-    )
+    ]
+    outside = leading_out(location, entries.values())
+    if outside:
+        where = brief(os.path.realpath(location.root + "/" + outside[0]))
+        more = f", and {len(outside) - 1} more lead out of SRC" if len(outside) > 1 else ""
+        warnings.append(f"{brief(outside[0])} leads out of SRC to {where}, and is read there{more}")
+    return tuple(warnings)
 
 
 def _hint(entry: SourceEntry, unsalted: str) -> Hint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -13,14 +14,17 @@ from fp8fs.core.checkpoint import SourceEntry
 from fp8fs.core.entries import folder_of
 from fp8fs.core.text import brief
 from fp8fs.errors import SourceChangedError, SourceInvalidError
+from fp8fs.source.access import mode_on_the_way, shown_mode
 
 __all__ = [
     "Location",
     "changed",
     "count_snapshots",
     "difference",
+    "leading_out",
     "locate",
     "open_planned",
+    "open_regular",
     "scan",
     "unfinished_blobs",
 ]
@@ -117,8 +121,8 @@ def _snapshot(repository: str) -> str:
     """The snapshot to use: what refs/main says, else the only one."""
     snapshots = os.path.join(repository, "snapshots")
     try:
-        with open(os.path.join(repository, "refs", "main"), encoding="ascii") as file:
-            revision = file.read(200).strip()
+        with open(open_regular(os.path.join(repository, "refs", "main")), "rb") as file:
+            revision = file.read(200).decode("ascii").strip()
     except (OSError, ValueError):
         revision = ""
     found = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
@@ -163,7 +167,7 @@ def _walk(
             with os.scandir(os.path.join(root, folder)) as listing:
                 for found in listing:
                     path = f"{folder}/{found.name}" if folder else found.name
-                    entry = _entry(path, found)
+                    entry = _entry(root, path, found)
                     if entry is None:
                         continue
                     if entry.kind == "link" and os.path.isdir(found.path):
@@ -203,7 +207,8 @@ def _linked_folder(
             complete = False
         if complete:
             entries.update(linked)
-            return _describe(entry.path, "dir", facts, entry.link)
+            mode = mode_on_the_way(shown_mode(target, facts), facts, target, root)
+            return _describe(entry.path, "dir", facts, mode, entry.link)
     return msgspec.structs.replace(entry, link=target)
 
 
@@ -212,7 +217,7 @@ def _is_inside(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _entry(path: str, found: os.DirEntry[str]) -> SourceEntry | None:
+def _entry(root: str, path: str, found: os.DirEntry[str]) -> SourceEntry | None:
     """One name as it is now; None if it went away while the folder was listed."""
     try:
         facts, link = found.stat(follow_symlinks=False), ""
@@ -228,10 +233,13 @@ def _entry(path: str, found: os.DirEntry[str]) -> SourceEntry | None:
             target = facts
         if not stat.S_ISDIR(target.st_mode) and not stat.S_ISLNK(target.st_mode):
             facts, kind = target, _kind(target.st_mode)
-    return _describe(path, kind, facts, link)
+    mode = stat.S_IMODE(facts.st_mode) if kind == "link" else shown_mode(found.path, facts)
+    if link and kind == "file":
+        mode = mode_on_the_way(mode, facts, os.path.realpath(found.path), root)
+    return _describe(path, kind, facts, mode, link)
 
 
-def _describe(path: str, kind: str, facts: os.stat_result, link: str) -> SourceEntry:
+def _describe(path: str, kind: str, facts: os.stat_result, mode: int, link: str) -> SourceEntry:
     """The entry for a name with these stat facts."""
     return SourceEntry(
         path=path,
@@ -239,7 +247,7 @@ def _describe(path: str, kind: str, facts: os.stat_result, link: str) -> SourceE
         size=facts.st_size,
         mtime_ns=facts.st_mtime_ns,
         ctime_ns=facts.st_ctime_ns,
-        mode=stat.S_IMODE(facts.st_mode),
+        mode=mode,
         uid=facts.st_uid,
         gid=facts.st_gid,
         dev=facts.st_dev,
@@ -254,6 +262,18 @@ def _kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "dir"
     return "link" if stat.S_ISLNK(mode) else "other"
+
+
+def leading_out(location: Location, entries: Iterable[SourceEntry]) -> list[str]:
+    """Paths of what is read through links that leave SRC (in an HF cache: its repository)."""
+    bind_root = os.path.realpath(location.bind_root)
+    return [
+        entry.path
+        for entry in entries
+        if entry.link
+        and entry.kind in ("file", "dir")
+        and not _is_inside(os.path.realpath(os.path.join(location.root, entry.path)), bind_root)
+    ]
 
 
 def difference(entry: SourceEntry, facts: os.stat_result) -> str:
@@ -279,17 +299,32 @@ def changed(entry: SourceEntry, what: str) -> SourceChangedError:
     return SourceChangedError(f"{path}: {what}", hint=_REMOUNT, file=path)
 
 
+def open_regular(path: str) -> int:
+    """A read-only descriptor of a regular file. Raises: OSError, ENXIO for anything else, which is never opened.
+
+    Opening a device or a FIFO can do things (rewind a tape, wake a writer), so the name is only pinned first; what it is
+    then opened through the pin, where nobody can exchange it any more.
+    """
+    pin = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(pin).st_mode):
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), path)
+        return os.open(f"/proc/self/fd/{pin}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    finally:
+        os.close(pin)
+
+
 def open_planned(root: str, entry: SourceEntry) -> int:
     """A read-only descriptor of the file that *entry* describes, and of no other.
 
-    O_NONBLOCK, because a FIFO put in its place must not block us; it is refused right after.
     Raises: SourceChangedError if it is another file now; SourceInvalidError if it cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        fd = os.open(os.path.join(root, entry.path), flags)
+        fd = open_regular(os.path.join(root, entry.path))
     except OSError as err:
-        if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.ENXIO):
+        if err.errno == errno.ENXIO:
+            raise changed(entry, "was a regular file, is none now") from err
+        if err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP):
             raise changed(entry, "was there, is gone") from err
         why = os.strerror(err.errno or 0)
         raise SourceInvalidError(f"{brief(entry.path)}: cannot be opened: {why}") from err
