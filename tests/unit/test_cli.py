@@ -48,7 +48,20 @@ def test_recipe_options_are_the_same_everywhere(command: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["mount", "unmount", "umount", "plan", "build", "path", "status", "verify", "ls", "rm", "gc", "doctor"],
+    [
+        "mount",
+        "unmount",
+        "umount",
+        "plan",
+        "build",
+        "path",
+        "status",
+        "verify",
+        "ls",
+        "rm",
+        "gc",
+        "doctor",
+    ],
 )
 def test_json_and_quiet_are_everywhere(command: str) -> None:
     """Every command that has a result of its own has --json and --quiet."""
