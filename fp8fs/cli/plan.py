@@ -120,6 +120,8 @@ def _table(found: Survey, output: Output) -> None:
         )
     for row in found.plan.rows:
         name = f"{row.component}/{row.name}" if row.component else row.name
+        if row.view_name:
+            name = f"{name} -> {row.view_name}"
         changed = row.dtype_in != row.dtype_out
         table.add_row(
             printable(name),
@@ -157,11 +159,13 @@ class _Total:
 
 def _totals(plan: Plan) -> dict[str, _Total]:
     """Sums per component."""
+    from fp8fs.core.dtypes import FP8
+
     totals: dict[str, _Total] = {}
     for row in plan.rows:
         total = totals.setdefault(row.component, _Total())
         total.tensors += 1
-        total.quantized += row.dtype_in != row.dtype_out
+        total.quantized += row.dtype_out == FP8
         total.bytes_in += row.bytes_in
         total.bytes_out += row.bytes_out
     return totals

@@ -18,7 +18,7 @@ from fp8fs.cli.output import format_bytes, format_duration
 from fp8fs.cli.status import Request, describe, quick_request
 from fp8fs.cli.stores import _size
 from fp8fs.errors import MountPointError, UsageError
-from tests.builders import llama_like
+from tests.builders import llama_like, wan_like
 
 RECIPE_OPTIONS = {"--scheme", "--names", "--component", "--keep", "--quantize", "--store"}
 
@@ -174,6 +174,16 @@ def test_plan_as_json_and_as_table(tmp_path: Path, capsys: pytest.CaptureFixture
     table = capsys.readouterr().out
     assert all(name in table for name in names)
     assert not (tmp_path / "store").exists()
+
+
+def test_plan_shows_runtime_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table gives the view's name beside the source's where they differ, and counts FP8 tensors alone."""
+    wan_like(tmp_path / "src", layers=1)
+    assert main(["plan", str(tmp_path / "src"), "--names", "runtime"]) == 0
+    table = capsys.readouterr().out
+    assert "blocks.0.attn1.to_k.bias -> blocks.0.attn1.to_qkv.bias" in table
+    assert "F32 -> BF16" in table
+    assert "transformer: 10 of 31 tensors quantized" in table
 
 
 def test_path_without_a_store_exits_with_1(
