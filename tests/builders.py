@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,11 +22,14 @@ __all__ = [
     "h3_like",
     "hf_cache",
     "llama_like",
+    "named",
     "raw_header",
     "safetensors_bytes",
     "tensor",
     "wan_like",
     "write_bytes",
+    "write_files",
+    "write_index",
     "write_json",
     "write_safetensors",
     "write_sharded",
@@ -112,6 +116,34 @@ def write_sharded(
             {"metadata": {"total_size": total}, "weight_map": where},
         )
     return files
+
+
+def named(*names: str, seed: int = 0, dtype: str = "BF16") -> dict[str, Tensor]:
+    """A tensor for each name, its values decided by name and seed: (64,) for norms and biases, (32, 64) for the rest."""
+    return {
+        name: tensor(
+            zlib.crc32(name.encode()) + seed,
+            dtype,
+            *((64,) if name.endswith((".bias", "norm.weight")) else (32, 64)),
+        )
+        for name in names
+    }
+
+
+def write_index(path: Path, where: Mapping[str, str], **metadata: object) -> Path:
+    """An index that says *where*, right or wrong: tensor -> file name."""
+    return write_json(path, {"metadata": metadata, "weight_map": dict(where)})
+
+
+def write_files(
+    folder: Path, files: Mapping[str, Tensors], config: Mapping[str, object] | None = None
+) -> dict[str, Tensors]:
+    """Shards by file name and, if given, a config.json; returns *files*."""
+    for name, tensors in files.items():
+        write_safetensors(folder / name, tensors)
+    if config is not None:
+        write_json(folder / "config.json", config)
+    return dict(files)
 
 
 class _Weights:

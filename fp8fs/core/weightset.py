@@ -218,10 +218,10 @@ def _hidden(
         elif stem in chosen or stem in of_shards:
             why = "the index does not name it" if indexed else "the same weights, cut otherwise"
             hidden |= dict.fromkeys(candidate.files(), why)
-            if candidate.index and stem not in chosen:
-                hidden[candidate.index] = "another index of the same weights"
         elif candidate.index or stem in _USUAL_STEMS or _base(stem) in _USUAL_STEMS:
             hidden |= dict.fromkeys(candidate.files(), "another weight set")
+        if candidate.index and stem not in chosen and stem not in doubles:
+            hidden[candidate.index] = "another index"
     if all(_is_adapter(stem) for stem in chosen):
         return hidden  # what is there in other formats is not the same
     known = {*chosen, *of_shards}
