@@ -69,12 +69,19 @@ def _copy_directory(
         if entry.is_dir(follow_symlinks=False):
             copy.mkdir(mode=0o700)
             _copy_directory(Path(entry.path), copy, progress, top=False)
-        elif entry.is_file(follow_symlinks=True):
+        elif _leads_to_file(entry):
             _copy_file(Path(entry.path), copy, progress)
         elif entry.is_symlink():
             os.symlink(os.readlink(entry.path), copy)  # to a directory, or dangling: as SRC has it
     _copy_attributes(source, target)
     _sync(target)
+
+
+def _leads_to_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file(follow_symlinks=True)
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def _copy_file(source: Path, target: Path, progress: Callable[[int], None]) -> None:

@@ -62,12 +62,14 @@ def _write_json(value: object) -> None:
 
     sys.stdout.flush()
     try:
-        data = msgspec.json.encode(value)
-    except UnicodeEncodeError:  # names that are not UTF-8 arrive with surrogates
+        data = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    except (
+        UnicodeEncodeError
+    ):  # names that are not UTF-8 arrive with surrogates, which msgspec neither writes nor reads
         import json
 
-        data = json.dumps(msgspec.to_builtins(value)).encode("ascii")
-    sys.stdout.buffer.write(msgspec.json.format(data, indent=2) + b"\n")
+        data = json.dumps(msgspec.to_builtins(value), indent=2).encode("ascii")
+    sys.stdout.buffer.write(data + b"\n")
     sys.stdout.buffer.flush()
 
 
