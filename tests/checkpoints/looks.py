@@ -24,8 +24,8 @@ SERVE_MODES = {
     "tensor": ("--serve", "inline", "--grain", "tensor"),
 }
 
-LLAMA: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-WAN: dict[str, object] = {"_class_name": "WanTransformer3DModel"}
+LLM: dict[str, object] = {"architectures": ["TinyForCausalLM"], "model_type": "tiny"}
+DIT: dict[str, object] = {"_class_name": "TinyTransformer3DModel"}
 
 
 def layer(number: int) -> str:

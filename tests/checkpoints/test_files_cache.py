@@ -12,7 +12,7 @@ import pytest
 from fp8fs.errors import SourceInvalidError
 from tests.acceptance.harness import Fp8fs, digests, mount_points, objects, wait_for
 from tests.builders import hf_cache, named, write_bytes, write_files, write_json
-from tests.checkpoints.looks import LLAMA, check_files, check_index, layer, look
+from tests.checkpoints.looks import LLM, check_files, check_index, layer, look
 
 S1, S2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ def model(folder: Path, *, second: int = 0) -> dict[str, dict[str, object]]:
     """Two shards; *second* decides the values of the second one."""
     write_bytes(folder / "tokenizer" / "vocab.txt", b"one\ntwo\n")
     files = {S1: named(A), S2: named(B, seed=second)}
-    return write_files(folder, files, {**LLAMA, "revision": second})  # type: ignore[return-value]
+    return write_files(folder, files, {**LLM, "revision": second})  # type: ignore[return-value]
 
 
 @pytest.fixture

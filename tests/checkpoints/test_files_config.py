@@ -13,24 +13,24 @@ import pytest
 from fp8fs.errors import SourceInvalidError
 from tests.acceptance.harness import Fp8fs
 from tests.builders import named, write_bytes, write_files, write_json
-from tests.checkpoints.looks import LLAMA, SCHEMES, WAN, check_files, layer, look
+from tests.checkpoints.looks import LLM, SCHEMES, DIT, check_files, layer, look
 
 FILE = "model.safetensors"
 A = layer(0)
 KEY = "quantization_config"
-HEAD = '"architectures": ["LlamaForCausalLM"], "model_type": "llama"'
+HEAD = '"architectures": ["TinyForCausalLM"], "model_type": "tiny"'
 
 TEXTS: dict[str, bytes] = {
-    "two spaces": b'{\n  "architectures": [\n    "LlamaForCausalLM"\n  ],\n  "model_type": "llama"\n}\n',
-    "four spaces": b'{\n    "z": 1,\n    "architectures": ["LlamaForCausalLM"],\n    "a": 2\n}\n',
-    "tabs": b'{\n\t"architectures": ["LlamaForCausalLM"]\n}\n',
-    "one line": b'{"architectures":["LlamaForCausalLM"],"model_type":"llama"}',
+    "two spaces": b'{\n  "architectures": [\n    "TinyForCausalLM"\n  ],\n  "model_type": "tiny"\n}\n',
+    "four spaces": b'{\n    "z": 1,\n    "architectures": ["TinyForCausalLM"],\n    "a": 2\n}\n',
+    "tabs": b'{\n\t"architectures": ["TinyForCausalLM"]\n}\n',
+    "one line": b'{"architectures":["TinyForCausalLM"],"model_type":"tiny"}',
     "one line with spaces": f"{{{HEAD}}}".encode(),
-    "no order": b'{"vocab_size": 1, "model_type": "llama", "architectures": ["X"], "_name": ""}\n',
-    "ragged": b'{ "architectures":\n["LlamaForCausalLM"]   ,\n\n\n      "a" :1\n , "b":\n2}  \n\n',
-    "CRLF": b'{\r\n  "architectures": ["LlamaForCausalLM"],\r\n  "a": 1\r\n}\r\n',
-    "no newline at the end": b'{\n  "architectures": ["LlamaForCausalLM"]\n}',
-    "BOM": b'\xef\xbb\xbf{\n  "architectures": ["LlamaForCausalLM"]\n}\n',
+    "no order": b'{"vocab_size": 1, "model_type": "tiny", "architectures": ["X"], "_name": ""}\n',
+    "ragged": b'{ "architectures":\n["TinyForCausalLM"]   ,\n\n\n      "a" :1\n , "b":\n2}  \n\n',
+    "CRLF": b'{\r\n  "architectures": ["TinyForCausalLM"],\r\n  "a": 1\r\n}\r\n',
+    "no newline at the end": b'{\n  "architectures": ["TinyForCausalLM"]\n}',
+    "BOM": b'\xef\xbb\xbf{\n  "architectures": ["TinyForCausalLM"]\n}\n',
     "NaN and Infinity": f'{{{HEAD}, "a": NaN, "b": [Infinity, -Infinity]}}\n'.encode(),
     "numbers of every kind": f'{{{HEAD}, "eps": 1e-05, "f": 1.0, "g": 1E5, "h": 12345678901234567890123, "i": -0.0}}'.encode(),
     "escapes and unicode": f'{{{HEAD}, "a": "\\u00e9\\/é\\ud83e\\udde0🧠", "b": "\\""}}'.encode(),
@@ -102,7 +102,7 @@ def test_a_key_stated_twice_is_stated_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("config", [LLAMA, WAN], ids=["transformers", "diffusers"])
+@pytest.mark.parametrize("config", [LLM, DIT], ids=["transformers", "diffusers"])
 def test_the_diff_is_one_block(tmp_path: Path, config: dict[str, object], scheme: str) -> None:
     """What a person sees in a diff: the added key, and the comma before it."""
     write_files(tmp_path, {FILE: named("blocks.0.ffn.2.weight", A)}, {**config, "last": 1})
@@ -179,8 +179,8 @@ def test_a_config_that_no_reader_takes_is_refused(tmp_path: Path, text: bytes, s
 def test_a_config_that_says_quantized_refuses_by_its_method(tmp_path: Path) -> None:
     """Already quantized, at the top or nested: the reason names the key and the method."""
     for config in (
-        {**LLAMA, KEY: {"quant_method": "awq"}},
-        {**LLAMA, "text_config": {KEY: {"quant_method": "awq"}}},
+        {**LLM, KEY: {"quant_method": "awq"}},
+        {**LLM, "text_config": {KEY: {"quant_method": "awq"}}},
     ):
         write_json(write(tmp_path, None) / "config.json", config)
         with pytest.raises(SourceInvalidError, match=r'quantization_config \(quant_method "awq"\)'):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import fp8fs
 from tests import oracle
 from tests.builders import Tensor, named, raw_header, write_bytes, write_json
-from tests.checkpoints.looks import LLAMA, SCHEMES, check_files, layer, look
+from tests.checkpoints.looks import LLM, SCHEMES, check_files, layer, look
 
 FILE = "model.safetensors"
 A, B, NORM = layer(0), layer(1), "model.norm.weight"
@@ -53,7 +53,7 @@ def file_with(
 
 
 def write(src: Path, data: bytes) -> Path:
-    write_json(src / "config.json", LLAMA)
+    write_json(src / "config.json", LLM)
     return write_bytes(src / FILE, data)
 
 
@@ -133,7 +133,7 @@ def test_odd_names_go_through_everything(tmp_path: Path, scheme: str) -> None:
     }
     for file, tensors in files.items():
         write_bytes(tmp_path / "src" / file, file_with(tensors, metadata={"format": "pt"}))
-    write_json(tmp_path / "src" / "config.json", LLAMA)
+    write_json(tmp_path / "src" / "config.json", LLM)
     seen = look(tmp_path / "src", scheme=scheme)
     assert NAMES["4 KB"] in seen.quantized
     assert NAMES["unicode"] in seen.quantized
@@ -160,7 +160,7 @@ def test_a_file_without_tensors_is_a_shard_too(tmp_path: Path) -> None:
     src = tmp_path / "src"
     write_bytes(src / "model-00001-of-00002.safetensors", file_with(TENSORS))
     write_bytes(src / "model-00002-of-00002.safetensors", file_with({}, metadata={"k": "v"}))
-    write_json(src / "config.json", LLAMA)
+    write_json(src / "config.json", LLM)
     tree = fp8fs.build(src, store=tmp_path / "store")
     files = {"model-00001-of-00002.safetensors": TENSORS, "model-00002-of-00002.safetensors": {}}
     check_files(tree, files, {A, B}, "per_channel")

@@ -15,7 +15,7 @@ import pytest
 import fp8fs
 from tests.acceptance.harness import Fp8fs, digest
 from tests.builders import named, write_bytes, write_files, write_json, write_safetensors
-from tests.checkpoints.looks import LLAMA, check_files, layer, look
+from tests.checkpoints.looks import LLM, check_files, layer, look
 
 FILE = "model.safetensors"
 A = layer(0)
@@ -28,7 +28,7 @@ ODD_JSON = b'\xef\xbb\xbf{ "b" :1,\t"a":[ NaN,1e400 ],\r\n}'
 
 def odd_tree(src: Path) -> None:
     """A model with the files that people have around it."""
-    write_files(src, {FILE: named(A)}, LLAMA)
+    write_files(src, {FILE: named(A)}, LLM)
     write_bytes(src / "modeling_odd.py", b"from configuration_odd import SIZE\nprint(SIZE)\n")
     write_bytes(src / "configuration_odd.py", b"SIZE = 41 + 1\n")
     script = write_bytes(src / "bin" / "convert.sh", b"#!/bin/sh\necho converted\n")
@@ -114,7 +114,7 @@ def test_a_single_shard_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None
     """It needs no index, so nothing has to spell it."""
     name = os.fsdecode(b"mod\xe8le.safetensors")
     write_safetensors(tmp_path / "src" / name, named(A))
-    write_json(tmp_path / "src" / "config.json", LLAMA)
+    write_json(tmp_path / "src" / "config.json", LLM)
     tree = fp8fs.build(tmp_path / "src", store=tmp_path / "store")
     check_files(tree, {name: named(A)}, {A}, "per_channel")
 
@@ -125,7 +125,7 @@ def test_a_large_file_is_served_in_place(
 ) -> None:
     """3 GiB beside the weights: right size, right bytes at every place, copied nowhere."""
     src = place / "src"
-    write_files(src, {FILE: named(A)}, LLAMA)
+    write_files(src, {FILE: named(A)}, LLM)
     with (src / "video.mp4").open("wb") as file:
         file.truncate(GIBIBYTES_3)
         for at in (0, (2 << 30) - 3, GIBIBYTES_3 - 6):
@@ -154,7 +154,7 @@ def test_a_large_file_is_served_in_place(
 def linked_tree(place: Path) -> Path:
     """A model with links of every kind; returns SRC."""
     src, away = place / "src", place / "away"
-    write_files(src, {FILE: named(A)}, LLAMA)
+    write_files(src, {FILE: named(A)}, LLM)
     write_bytes(src / "real" / "vocab.txt", b"inside")
     write_bytes(away / "vocab.txt", b"outside")
     write_bytes(away / "deep" / "big.bin", bytes(range(256)) * 8192)  # 2 MB
@@ -206,7 +206,7 @@ def test_links_are_planned_so_that_they_lead_to_the_view(tmp_path: Path) -> None
 def test_a_link_to_a_huge_folder_stays_a_link(tmp_path: Path) -> None:
     """An absolute one: its text was right in SRC only; SRC is planned as if the folder were not there."""
     src = tmp_path / "src"
-    write_files(src, {FILE: named(A)}, LLAMA)
+    write_files(src, {FILE: named(A)}, LLM)
     for number in range(10_100):
         (tmp_path / "huge").mkdir(exist_ok=True)
         (tmp_path / "huge" / str(number)).touch()

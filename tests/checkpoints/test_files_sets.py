@@ -22,7 +22,7 @@ from tests.builders import (
     write_json,
     write_safetensors,
 )
-from tests.checkpoints.looks import LLAMA, SCHEMES, WAN, check_files, check_index, layer, look
+from tests.checkpoints.looks import LLM, SCHEMES, DIT, check_files, check_index, layer, look
 
 S1, S2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ Files = Mapping[str, Mapping[str, Tensor]]
 
 
 def no_index(src: Path) -> Files:
-    return write_files(src, {S1: named(A, NORM), S2: named(B)}, LLAMA)
+    return write_files(src, {S1: named(A, NORM), S2: named(B)}, LLM)
 
 
 def stale_index(src: Path) -> Files:
@@ -51,51 +51,51 @@ def subset_index(src: Path) -> Files:
 
 def key_in_two_shards(src: Path) -> Files:
     write_index(src / INDEX, {A: S1, B: S2, C: S1})
-    return write_files(src, {S1: named(A, C), S2: named(B, C)}, LLAMA)
+    return write_files(src, {S1: named(A, C), S2: named(B, C)}, LLM)
 
 
 def key_in_two_shards_with_other_values(src: Path) -> Files:
     write_index(src / INDEX, {A: S1, B: S2, C: S1})
-    return write_files(src, {S1: named(A, C), S2: {**named(B), **named(C, seed=9)}}, LLAMA)
+    return write_files(src, {S1: named(A, C), S2: {**named(B), **named(C, seed=9)}}, LLM)
 
 
 def unnamed_shard(src: Path) -> Files:
     write_index(src / INDEX, {A: S1, B: S2})
     write_files(src, {"model-00003-of-00003.safetensors": named(C)})
-    return write_files(src, {S1: named(A), S2: named(B)}, LLAMA)
+    return write_files(src, {S1: named(A), S2: named(B)}, LLM)
 
 
 def two_indexes(src: Path) -> Files:
     write_index(src / "diffusion_pytorch_model.safetensors.index.json", {A: S1, B: S2})
     write_index(src / INDEX, {A: S1, B: S2})
-    return write_files(src, {S1: named(A), S2: named(B)}, LLAMA)
+    return write_files(src, {S1: named(A), S2: named(B)}, LLM)
 
 
 def names_without_numbers(src: Path) -> Files:
-    return write_files(src, {"early.safetensors": named(A), "late.safetensors": named(B)}, LLAMA)
+    return write_files(src, {"early.safetensors": named(A), "late.safetensors": named(B)}, LLM)
 
 
 def one_named_like_many(src: Path) -> Files:
-    return write_files(src, {"model-00001-of-00001.safetensors": named(A, NORM)}, LLAMA)
+    return write_files(src, {"model-00001-of-00001.safetensors": named(A, NORM)}, LLM)
 
 
 def single_file(src: Path) -> Files:
-    return write_files(src, {"model.safetensors": named(A, NORM)}, LLAMA)
+    return write_files(src, {"model.safetensors": named(A, NORM)}, LLM)
 
 
 def only_variants(src: Path) -> Files:
     write_files(src, {"model.fp16.safetensors": named(A, dtype="F16")})
-    return write_files(src, {"model.bf16.safetensors": named(A)}, LLAMA)
+    return write_files(src, {"model.bf16.safetensors": named(A)}, LLM)
 
 
 def only_a_sharded_variant(src: Path) -> Files:
     names = [f"model.fp16-0000{n}-of-00002.safetensors" for n in (1, 2)]
     files = {names[0]: named(A, dtype="F16"), names[1]: named(B, dtype="F16")}
-    return write_files(src, files, LLAMA)
+    return write_files(src, files, LLM)
 
 
 def mixed_dtypes(src: Path) -> Files:
-    return write_files(src, {S1: named(A, NORM, dtype="F32"), S2: named(B, dtype="F16")}, LLAMA)
+    return write_files(src, {S1: named(A, NORM, dtype="F32"), S2: named(B, dtype="F16")}, LLM)
 
 
 KINDS: dict[str, Callable[[Path], Files]] = {
@@ -170,7 +170,7 @@ def test_a_key_in_two_shards_stays_in_both(tmp_path: Path) -> None:
 
 def test_a_key_that_two_shards_state_differently_is_refused(tmp_path: Path) -> None:
     """Two readers would see two different models."""
-    write_files(tmp_path, {S1: named(A), S2: named(A, dtype="F16")}, LLAMA)
+    write_files(tmp_path, {S1: named(A), S2: named(A, dtype="F16")}, LLM)
     with pytest.raises(SourceInvalidError, match=r"in two shards, .*BF16\[32, 64\] and F16"):
         look(tmp_path)
 
@@ -178,7 +178,7 @@ def test_a_key_that_two_shards_state_differently_is_refused(tmp_path: Path) -> N
 def test_shared_scales_span_copies_in_two_shards(tmp_path: Path) -> None:
     """per_tensor: a fused weight that two shards hold has one scale in both, the largest of all."""
     q, k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
-    files = write_files(tmp_path / "src", {S1: named(q, k), S2: {**named(v), **named(q)}}, LLAMA)
+    files = write_files(tmp_path / "src", {S1: named(q, k), S2: {**named(v), **named(q)}}, LLM)
     tree = fp8fs.build(tmp_path / "src", store=tmp_path / "store", scheme="per_tensor")
     check_files(tree, files, {q, k, v}, "per_tensor", {name: [q, k, v] for name in (q, k, v)})
 
@@ -195,7 +195,7 @@ def test_shards_that_the_index_does_not_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "used"),
-    [(LLAMA, INDEX), (WAN, "diffusion_pytorch_model.safetensors.index.json")],
+    [(LLM, INDEX), (DIT, "diffusion_pytorch_model.safetensors.index.json")],
     ids=["transformers", "diffusers"],
 )
 def test_of_two_indexes_the_loaders_own_is_used(
@@ -215,7 +215,7 @@ def test_of_two_indexes_the_loaders_own_is_used(
 def test_two_whole_sets_in_one_folder(tmp_path: Path) -> None:
     """The one that the folder's loader looks for is used, the other one hidden."""
     files = {"diffusion_pytorch_model.safetensors": named(A), "model.safetensors": named(A)}
-    write_files(tmp_path, files, WAN)
+    write_files(tmp_path, files, DIT)
     seen = look(tmp_path)
     assert list(seen.shards) == ["diffusion_pytorch_model.safetensors"]
     assert seen.plan.hidden == {"model.safetensors": "another weight set"}
@@ -280,7 +280,7 @@ def test_mistrals_own_format_alone_is_shown_as_it_is(tmp_path: Path, shards: int
 
 def test_consolidated_weights_without_params_are_a_model_like_any_other(tmp_path: Path) -> None:
     """The name alone says nothing."""
-    write_files(tmp_path, {"consolidated.safetensors": named(A)}, LLAMA)
+    write_files(tmp_path, {"consolidated.safetensors": named(A)}, LLM)
     assert look(tmp_path).quantized == {A}
 
 
@@ -302,7 +302,7 @@ def test_the_first_publication_is_hidden(tmp_path: Path) -> None:
 
 def test_src_may_be_the_first_publication_itself(tmp_path: Path) -> None:
     """A folder of that name, or one that has no weights beside it, is nothing special."""
-    write_files(tmp_path / "original", {"model.safetensors": named(A)}, LLAMA)
+    write_files(tmp_path / "original", {"model.safetensors": named(A)}, LLM)
     assert look(tmp_path / "original").quantized == {A}
     assert look(tmp_path).quantized == {A}
 
@@ -393,7 +393,7 @@ def test_several_models_in_one_tree_are_each_quantized(tmp_path: Path) -> None:
     """Each under its own config, in the dialect of its own kind."""
     llama_like(tmp_path / "big")
     wan_like(tmp_path / "video" / "wan")
-    write_files(tmp_path / "dit", {"model.safetensors": named("blocks.0.ffn.2.weight")}, WAN)
+    write_files(tmp_path / "dit", {"model.safetensors": named("blocks.0.ffn.2.weight")}, DIT)
     seen = look(tmp_path)
     assert seen.plan.schemes == {
         "big": "per_channel",
