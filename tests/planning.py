@@ -12,6 +12,7 @@ from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.layout import Plan, Unit, plan
 from fp8fs.core.profiles import Profile, parse_document
 from fp8fs.core.recipe import Recipe
+from fp8fs.core.weightset import weight_sets
 
 __all__ = ["LLM", "Shapes", "checkpoint", "linears", "make_plan", "profile", "unit_of"]
 
@@ -85,7 +86,8 @@ def checkpoint(
         add(path, kind.partition(":")[0], 3, kind.partition(":")[2])
     order = sorted(entries, reverse=reverse)
     entries = {path: entries[path] for path in order}
-    components = classify({path: entries[path] for path in sorted(entries)}, encoded, headers)
+    sets = weight_sets({path: entries[path] for path in sorted(entries)}, encoded)
+    components = classify(sets, encoded, headers)
     used = {path for component in components for path in component.shards}
     made = {
         path: SourceShard(entries[path], headers[path], _identity(path + salt))

@@ -7,7 +7,7 @@ subfolder of a diffusers pipeline. Its ``path`` is relative to SRC, "" for the r
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -15,7 +15,7 @@ from fp8fs.core.dtypes import QUANTIZED_SOURCES
 from fp8fs.core.entries import SourceEntry, folder_of, is_private, join, name_of
 from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.text import brief, parse_object, quoted
-from fp8fs.core.weightset import WeightSet, is_index_name, weight_sets
+from fp8fs.core.weightset import WeightSet, is_index_name
 from fp8fs.errors import SourceInvalidError
 
 __all__ = [
@@ -25,11 +25,11 @@ __all__ = [
     "SourceShard",
     "classify",
     "text_files",
-    "weight_files",
 ]
 
 
 _PIPELINE = "model_index.json"
+_WEIGHT = ".weight"
 _NO_DEFAULT_FOLDERS = (
     "audio_vae",
     "feature_extractor",
@@ -71,7 +71,8 @@ class Component(msgspec.Struct, frozen=True):
     ``_class_name`` or the first of ``architectures``, else "". ``hidden``: files of competing weight sets, with the
     reason; they are hidden where the component is quantized. ``default_quantized``: whether it is quantized when the user
     names no component (a diffusion transformer of a pipeline; the whole of a transformers model at the root).
-    ``already_quantized``: the reason, or "". ``notes`` and ``warnings``: what was decided here that ``plan`` has to say,
+    ``already_quantized``: the reason, or "". ``beside``: modules of weights that are in the folder but not in the weight set,
+    shown as they are: some loaders read every file of a folder, and have to be told that these are not FP8. ``notes`` and ``warnings``: what was decided here that ``plan`` has to say,
     one sentence each.
     """
 
@@ -86,6 +87,7 @@ class Component(msgspec.Struct, frozen=True):
     hidden: dict[str, str]
     default_quantized: bool
     already_quantized: str = ""
+    beside: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -116,26 +118,17 @@ def text_files(entries: Mapping[str, SourceEntry]) -> list[str]:
     ]
 
 
-def weight_files(entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes]) -> list[str]:
-    """The shards whose headers must be read before ``classify``: every component's weight set in use, sorted.
-
-    Raises: SourceInvalidError as ``classify`` does, for what is wrong before any header is read.
-    """
-    return sorted(path for found in weight_sets(entries, texts) for path in found.shards)
-
-
 def classify(
-    entries: Mapping[str, SourceEntry], texts: Mapping[str, bytes], headers: Mapping[str, Header]
+    sets: Sequence[WeightSet], texts: Mapping[str, bytes], headers: Mapping[str, Header]
 ) -> tuple[Component, ...]:
-    """The components of SRC, root first, then by path.
+    """The components of SRC, root first, then by path. *headers*: of every shard, and of every extra that has one.
 
     A folder of files that no index ties together and that state one tensor twice (a collection of adapters, or of whole
     models) is no component: its files are ordinary files.
 
-    Raises: SourceInvalidError: no safetensors at all, or nothing but such a collection; an index names a missing shard;
-    two shards state one tensor differently; a config that is not a JSON object.
+    Raises: SourceInvalidError: nothing but such a collection; two shards state one tensor differently; a config that is
+    not a JSON object.
     """
-    sets = weight_sets(entries, texts)
     root_is_model = any(found.folder == "" and not found.adapter for found in sets)
     components = []
     collections: list[SourceInvalidError] = []
@@ -167,7 +160,8 @@ def _component(
     if kind == "raw" or found.mistral:
         kind, class_name, config, config_path = "raw", "", None, ""
     weight_map, warnings = _weight_map(found, headers)
-    notes = list(found.notes)
+    hidden, beside, notes = _extras(found, weight_map, headers)
+    notes += found.notes
     default = _is_default(
         name_of(found.folder),
         kind,
@@ -198,9 +192,10 @@ def _component(
         config_path=config_path,
         config=config,
         class_name=class_name,
-        hidden=found.hidden,
+        hidden={**found.hidden, **hidden},
         default_quantized=default,
         already_quantized=_already_quantized(config, config_path, found.shards, headers),
+        beside=tuple(beside),
         notes=tuple(notes),
         warnings=tuple(warnings),
     )
@@ -319,6 +314,32 @@ def _weight_map(
             f"{found.index_path} lacks {_some(unlisted, 'tensor')} of its shards; the view's index has them"
         )
     return weight_map, warnings
+
+
+def _extras(
+    found: WeightSet, weight_map: Mapping[str, str], headers: Mapping[str, Header]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Of the files beside the weight set: those to hide, modules that stay as they are in the others, and what to say.
+
+    Without an index, loaders that read every file of a folder would read the set's tensors twice.
+    """
+    hidden: dict[str, str] = {}
+    beside: list[str] = []
+    notes: list[str] = []
+    for path in found.extras:
+        header = headers.get(path)
+        tensors = header.tensors if header is not None else {}
+        if not found.index_path and tensors.keys() & weight_map.keys():
+            hidden[path] = "holds tensors of the weight set once more"
+            continue
+        what = "not named by the index" if found.index_path else "not in the weight set"
+        notes.append(f"{brief(path)}: {what}, shown as it is")
+        beside += [
+            name.removesuffix(_WEIGHT)
+            for name, entry in tensors.items()
+            if name.endswith(_WEIGHT) and len(entry.shape) > 1 and name not in weight_map
+        ]
+    return hidden, beside, notes
 
 
 def _check_alike(

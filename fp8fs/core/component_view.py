@@ -64,7 +64,7 @@ class ComponentView:
         self, sources: Sequence[Sequence[ViewTensor]], view: Sequence[Sequence[ViewTensor]]
     ) -> list[str]:
         """Names for the ignore list: of every kept module, in the checkpoint's, the view's and the engine's spelling."""
-        kept = dict.fromkeys(kept_modules(sources))
+        kept = dict.fromkeys((*kept_modules(sources), *self._component.beside))
         if view is not sources:
             kept.update(dict.fromkeys(kept_modules(view)))
         if (

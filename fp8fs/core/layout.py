@@ -123,6 +123,9 @@ class _Planner:
         self.notes: list[str] = []
 
     def plan(self) -> Plan:
+        for component in self.components:
+            self.warnings += [f"{shown(component)}: {said}" for said in component.warnings]
+            self.notes += [f"{shown(component)}: {said}" for said in component.notes]
         chosen, warnings = choose_components(self.components, self.recipe)
         self.warnings += warnings
         check_patterns(self.components, chosen, self.headers, self.recipe)
@@ -137,8 +140,6 @@ class _Planner:
         shards = self._shards(groups)
         hidden: dict[str, str] = {}
         for component in self.components:
-            self.warnings += [f"{shown(component)}: {said}" for said in component.warnings]
-            self.notes += [f"{shown(component)}: {said}" for said in component.notes]
             # Where all is in the source's dtype, no weight set is in another's way.
             if component.path in self.schemes:
                 hidden |= component.hidden

@@ -52,8 +52,8 @@ class WeightSet(msgspec.Struct, frozen=True):
 
     ``shards`` by name, numbers in them by value. ``index_path``: the index that names them, or "".
     ``indexed``: what the index says, tensor -> shard path. ``hidden``: the files of competing sets, with the reason.
-    ``notes``: what else was decided, one sentence each. ``collection``: files under several names that no index ties
-    together. ``adapter``: these are not a model's weights but what is added to them. ``mistral``: Mistral's own format,
+    ``extras``: other safetensors files, that no loader is sure to read or to leave alone. ``notes``: what else was
+    decided, one sentence each. ``collection``: files under several names that no index ties together. ``adapter``: these are not a model's weights but what is added to them. ``mistral``: Mistral's own format,
     which is described by params.json.
     """
 
@@ -62,6 +62,7 @@ class WeightSet(msgspec.Struct, frozen=True):
     index_path: str
     indexed: dict[str, str]
     hidden: dict[str, str]
+    extras: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     collection: bool = False
     adapter: bool = False
@@ -158,16 +159,18 @@ def _choose(
         _check_there(join(folder, name), index_path, entries)
     used = {*shards, name_of(index_path)}
     hidden = _hidden(names, candidates, doubles, chosen, shards, indexed=bool(index_path))
-    adapter = all(_is_adapter(stem) for stem in chosen)
+    known = {*used, *hidden}
+    extras = [name for name in names if name.endswith(_SUFFIX) and name not in known]
     return WeightSet(
         folder,
         tuple(join(folder, name) for name in sorted(shards, key=_natural)),
         index_path,
         indexed,
         {join(folder, name): why for name, why in sorted(hidden.items()) if name not in used},
-        _notes(folder, names, {*used, *hidden}, indexed=bool(index_path)),
+        tuple(join(folder, name) for name in sorted(extras) if not _is_adapter(_stem(name))),
+        _notes(folder, names, known),
         collection=len(chosen) > 1,
-        adapter=adapter,
+        adapter=all(_is_adapter(stem) for stem in chosen),
         mistral=(
             all(stem.startswith(_CONSOLIDATED) for stem in chosen)
             and join(folder, _MISTRAL_CONFIG) in entries
@@ -234,18 +237,12 @@ def _hidden(
     }
 
 
-def _notes(folder: str, names: Iterable[str], known: set[str], *, indexed: bool) -> tuple[str, ...]:
-    """What is said of weights that are neither used nor hidden."""
+def _notes(folder: str, names: Iterable[str], known: set[str]) -> tuple[str, ...]:
+    """What is said of weights that are neither used nor hidden, extras apart."""
     notes = []
-    for name in sorted(names):
-        if name in known:
-            continue
-        if name.endswith(_SUFFIX):
-            if _is_adapter(_stem(name)):
-                what = "an adapter"
-            else:
-                what = "not named by the index" if indexed else "not in the weight set"
-            notes.append(f"{brief(join(folder, name))}: {what}, shown as it is")
+    for name in sorted(set(names) - known):
+        if name.endswith(_SUFFIX) and _is_adapter(_stem(name)):
+            notes.append(f"{brief(join(folder, name))}: an adapter, shown as it is")
         elif name.endswith(_OTHER_WEIGHTS) and name not in _NO_WEIGHTS:
             notes.append(
                 f"{brief(join(folder, name))}: weights in another format, shown as they are"

@@ -17,13 +17,19 @@ from fp8fs.core.checkpoint import (
     SourceShard,
     classify,
     text_files,
-    weight_files,
 )
 from fp8fs.core.fingerprint import Fingerprint, Hint, identity, resolve, settle_hint
 from fp8fs.core.text import brief
+from fp8fs.core.weightset import weight_sets
 from fp8fs.errors import SourceInvalidError
 from fp8fs.source.handles import Handles
-from fp8fs.source.reading import read_shards, read_text, refuse_unfinished, unfinished
+from fp8fs.source.reading import (
+    read_shards,
+    read_text,
+    refuse_unfinished,
+    try_read_headers,
+    unfinished,
+)
 from fp8fs.source.scan import (
     Location,
     changed,
@@ -102,11 +108,17 @@ class Source:
         if awaited and count_snapshots(location) == 1:
             raise unfinished(awaited[0])
         try:
-            planned = [entries[shard] for shard in weight_files(entries, texts)]
+            sets = weight_sets(entries, texts)
         except SourceInvalidError as err:
             raise (unfinished(awaited[0]) if awaited else err) from err
-        read = read_shards(location.root, planned)
-        components = classify(entries, texts, {p: found.header for p, found in read.items()})
+        read = read_shards(
+            location.root, [entries[shard] for found in sets for shard in found.shards]
+        )
+        headers = {path: found.header for path, found in read.items()}
+        headers |= try_read_headers(
+            location.root, [entries[path] for found in sets for path in found.extras]
+        )
+        components = classify(sets, texts, headers)
         settled: dict[str, Hint] = {}
         shards: dict[str, SourceShard] = {}
         for shard in sorted(shard for component in components for shard in component.shards):

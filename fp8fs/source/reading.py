@@ -19,10 +19,17 @@ from fp8fs.core.fingerprint import (
 )
 from fp8fs.core.header import Header, header_length, parse_header
 from fp8fs.core.text import brief
-from fp8fs.errors import SourceInvalidError
+from fp8fs.errors import SourceChangedError, SourceInvalidError
 from fp8fs.source.scan import changed, difference, open_planned
 
-__all__ = ["ReadShard", "read_shards", "read_text", "refuse_unfinished", "unfinished"]
+__all__ = [
+    "ReadShard",
+    "read_shards",
+    "read_text",
+    "refuse_unfinished",
+    "try_read_headers",
+    "unfinished",
+]
 
 _FIRST_READ = 64 << 10
 """Covers nearly every header in one call."""
@@ -87,6 +94,17 @@ def read_shards(root: str, entries: Iterable[SourceEntry]) -> dict[str, ReadShar
     with ThreadPoolExecutor(min(_READERS, len(planned) or 1), "fp8fs-headers") as pool:
         found = pool.map(lambda entry: _read_shard(root, entry), planned)
         return {entry.path: read for entry, read in zip(planned, found, strict=True)}
+
+
+def try_read_headers(root: str, entries: Iterable[SourceEntry]) -> dict[str, Header]:
+    """The headers of those files that have one: of files that are not made into anything, none is asked to be right."""
+    headers: dict[str, Header] = {}
+    for entry in entries:
+        try:
+            headers[entry.path] = _read_shard(root, entry).header
+        except (SourceInvalidError, SourceChangedError):
+            continue
+    return headers
 
 
 def _read_shard(root: str, entry: SourceEntry) -> ReadShard:

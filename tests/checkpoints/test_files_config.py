@@ -13,7 +13,7 @@ import pytest
 from fp8fs.errors import SourceInvalidError
 from tests.acceptance.harness import Fp8fs
 from tests.builders import named, write_bytes, write_files, write_json
-from tests.checkpoints.looks import LLM, SCHEMES, DIT, check_files, layer, look
+from tests.checkpoints.looks import DIT, LLM, SCHEMES, check_files, layer, look
 
 FILE = "model.safetensors"
 A = layer(0)

@@ -104,6 +104,18 @@ def test_odd_starts_and_orders_are_read_right(tmp_path: Path, shape: str, scheme
     )
 
 
+@pytest.mark.fuse
+def test_odd_starts_and_orders_through_one_mount(mount: Callable[..., Path], place: Path) -> None:
+    """Each in a folder of its own, read from the mount and by the reference reader."""
+    for number, make in enumerate(SHAPES.values()):
+        write(place / "src" / str(number), make())
+    dst = mount(place / "src")
+    for number in range(len(SHAPES)):
+        check_files(dst / str(number), {FILE: TENSORS}, {A, B}, "per_channel")
+        with safe_open(dst / str(number) / FILE, "pt") as reader:
+            assert {*TENSORS} <= {*reader.keys()}
+
+
 NAMES = {
     "dots": "model..layers.0...mlp.down_proj.weight",
     "no dots": "weight",

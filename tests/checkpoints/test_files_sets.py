@@ -22,7 +22,7 @@ from tests.builders import (
     write_json,
     write_safetensors,
 )
-from tests.checkpoints.looks import LLM, SCHEMES, DIT, check_files, check_index, layer, look
+from tests.checkpoints.looks import DIT, LLM, SCHEMES, check_files, check_index, layer, look
 
 S1, S2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,6 +132,18 @@ def test_every_kind_is_served_as_the_oracle_says(tmp_path: Path, kind: str, sche
         check_index(index)
 
 
+@pytest.mark.fuse
+def test_every_kind_through_one_mount(mount: Callable[..., Path], place: Path) -> None:
+    """All of them in one tree, each a model of its own: what is read is what the oracle says, doubles are not there."""
+    files = {kind: make(place / "src" / kind) for kind, make in KINDS.items()}
+    dst = mount(place / "src", "--scheme", "block")
+    for kind, wanted in files.items():
+        assert {path.name for path in (dst / kind).glob("*.safetensors")} == wanted.keys()
+        check_files(dst / kind, wanted, {A, B, C}, "block")
+        for index in (dst / kind).glob("*.index*.json"):
+            check_index(index)
+
+
 def test_a_missing_index_is_made_and_noted(tmp_path: Path) -> None:
     """Where several shards, or one with a number, have none; a variant's under the name that loaders look for."""
     for make, index in (
@@ -191,6 +203,38 @@ def test_shards_that_the_index_does_not_name(tmp_path: Path) -> None:
     assert seen.plan.hidden == {"model-00003-of-00003.safetensors": "the index does not name it"}
     assert "extra.safetensors" in seen.names
     assert seen.noted("extra.safetensors: not named by the index, shown as it is")
+
+
+def test_weights_beside_a_set_without_index_are_on_the_ignore_list(tmp_path: Path) -> None:
+    """vLLM reads every file of such a folder: what is not made FP8 must be known not to be."""
+    single_file(tmp_path)
+    extra = ("mtp.layers.0.fc.weight", "mtp.norm.weight", "mtp.scale")
+    write_files(tmp_path, {"mtp.safetensors": named(*extra)})
+    write_bytes(tmp_path / "broken.safetensors", b"no header")
+    seen = look(tmp_path)
+    assert list(seen.shards) == ["model.safetensors"]
+    assert {"mtp.safetensors", "broken.safetensors"} <= {*seen.names}
+    assert seen.noted("mtp.safetensors: not in the weight set, shown as it is")
+    ignored = seen.json("config.json")["quantization_config"]["ignore"]
+    assert "mtp.layers.0.fc" in ignored
+    assert not [name for name in ignored if "norm" in name or "scale" in name]
+    assert A.removesuffix(".weight") not in ignored
+
+
+def test_a_copy_beside_a_set_without_index_is_hidden(tmp_path: Path) -> None:
+    """Or readers of every file would read tensors twice, FP8 and not. With an index they do not."""
+    files = single_file(tmp_path)
+    write_files(tmp_path, {"model_old.safetensors": named(A, seed=3)})
+    seen = look(tmp_path)
+    assert seen.plan.hidden == {
+        "model_old.safetensors": "holds tensors of the weight set once more"
+    }
+    write_index(tmp_path / INDEX, dict.fromkeys(files["model.safetensors"], "model.safetensors"))
+    seen = look(tmp_path)
+    assert seen.plan.hidden == {}
+    assert seen.noted("model_old.safetensors: not named by the index")
+    ignored = seen.json("config.json")["quantization_config"]["ignore"]
+    assert A.removesuffix(".weight") not in ignored
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from fp8fs.core.checkpoint import Component, SourceEntry, classify, text_files, weight_files
+from fp8fs.core.checkpoint import Component, SourceEntry, classify, text_files
 from fp8fs.core.header import Header, TensorEntry
+from fp8fs.core.weightset import weight_sets
 from fp8fs.errors import SourceInvalidError
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -47,7 +48,7 @@ class Tree:
         return self.add(path, {"metadata": {}, "weight_map": weight_map})
 
     def classify(self) -> tuple[Component, ...]:
-        return classify(self.entries, self.texts, self.headers)
+        return classify(weight_sets(self.entries, self.texts), self.texts, self.headers)
 
     def one(self) -> Component:
         (component,) = self.classify()
@@ -265,7 +266,8 @@ def test_the_set_in_use_by_names_alone(names, shards):
     for name in names:
         tree.add(name, (name,))
     assert tree.one().shards == tuple(shards)
-    assert weight_files(tree.entries, tree.texts) == sorted(shards)
+    (found,) = weight_sets(tree.entries, tree.texts)
+    assert sorted(found.shards) == sorted(shards)
 
 
 def test_an_index_is_found_below_any_stem():
@@ -295,7 +297,7 @@ def test_an_index_that_names_a_missing_shard_is_refused(kind):
     }[kind]
     assert tree.refusal() == f"{INDEX}: names {S2}, which {what}"
     with pytest.raises(SourceInvalidError):
-        weight_files(tree.entries, tree.texts)
+        weight_sets(tree.entries, tree.texts)
 
 
 def test_an_index_without_any_file_is_refused():
