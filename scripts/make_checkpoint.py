@@ -240,6 +240,7 @@ def h3_config(s: Shape, dtype: str) -> dict[str, object]:
     return {
         "_class_name": "MiniMaxH3DiTModel",
         "_diffusers_version": "0.35.0",
+        "attention_head_dim": s.head_dim,
         "hidden_size": s.hidden,
         "intermediate_size": s.intermediate,
         "num_attention_heads": s.heads,

@@ -123,13 +123,30 @@ def quantized(weight: Stored, scheme: str, group: list[Stored]) -> tuple[bytes, 
     return data, Stored("F32", tuple(scale.shape), _bytes(scale.float()))
 
 
+def _rows(weight: Stored, order: torch.Tensor) -> Stored:
+    """The same tensor with other rows first: row i is row order[i] of *weight*."""
+    raw = torch.frombuffer(bytearray(weight.data), dtype=torch.uint8).view(weight.shape[0], -1)
+    return Stored(weight.dtype, weight.shape, _bytes(raw[order]))
+
+
+def head_by_head(rows: int, heads: int) -> torch.Tensor:
+    """Where each row of [Q; K; V] is in a matrix that holds q, k and v of one head after the other."""
+    return torch.arange(rows).view(heads, 3, -1).transpose(0, 1).reshape(-1)
+
+
 def expected(
     source: Mapping[str, Stored],
     quantized_names: Iterable[str],
     scheme: str,
     groups: Mapping[str, list[str]],
+    *,
+    heads: Mapping[str, int] | None = None,
 ) -> dict[str, Stored]:
-    """Every tensor that the view of one component holds. *groups*: weight -> all members of its group."""
+    """Every tensor that the view of one component holds. *groups*: weight -> all members of its group.
+
+    *heads*: weight -> number of heads, for q/k/v that is stored head by head while the engine reads block scales of
+    [Q; K; V].
+    """
     view: dict[str, Stored] = {}
     chosen = set(quantized_names)
     for name, stored in source.items():
@@ -137,7 +154,12 @@ def expected(
             view[name] = stored
             continue
         members = [source[m] for m in groups.get(name, [name])]
-        data, scale = quantized(stored, scheme, members)
+        if heads and name in heads and scheme.startswith("block"):
+            order = head_by_head(stored.shape[0], heads[name])
+            data, scale = quantized(_rows(stored, order), scheme, members)
+            data = _rows(Stored("F8_E4M3", stored.shape, data), order.argsort()).data
+        else:
+            data, scale = quantized(stored, scheme, members)
         view[name] = Stored("F8_E4M3", stored.shape, data)
         view[scale_name(name, scheme)] = scale
     return view

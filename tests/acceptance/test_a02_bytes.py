@@ -46,7 +46,10 @@ def expected_view(src: Path, kind: str, scheme: str) -> dict[str, oracle.Stored]
     chosen = [name for name in source if re.fullmatch(MUST_BE_QUANTIZED[kind], name)]
     assert chosen
     groups = oracle.sibling_groups(chosen) if scheme == "per_tensor" else {}
-    return oracle.expected(source, chosen, scheme, groups)
+    config = json.loads((src / QUANTIZED_COMPONENT[kind] / "config.json").read_text())
+    fused = [name for name in chosen if name.endswith("attn.qkv_proj.weight")]
+    heads = dict.fromkeys(fused, config["num_attention_heads"])  # as H3's engine reorders them
+    return oracle.expected(source, chosen, scheme, groups, heads=heads)
 
 
 def safetensors_bytes(path: Path) -> dict[str, bytes]:
