@@ -9,6 +9,7 @@ import pytest
 
 from fp8fs.core.dtypes import FP8
 from fp8fs.core.plan import Plan
+from fp8fs.core.profiles import Profile, Verdict
 from fp8fs.errors import SourceInvalidError, UsageError
 from tests.planning import Shapes, checkpoint, linears, make_plan, profile, unit_of
 
@@ -320,6 +321,28 @@ def test_numbers_that_are_names_decide() -> None:
     names = [f"layers.{i}.net.{j}" for i in (0, 1, 10) for j in (0, 1, 10)]
     planned = make_plan(checkpoint({ONE: linears(*names)}), profile=found)
     assert fp8(planned) == {"layers.0.net.0", "layers.1.net.0", "layers.10.net.0"}
+
+
+def test_a_profile_is_asked_once_for_each_kind_of_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning costs do not multiply with layers and experts: names that differ in numbers alone are one question."""
+    asked: list[str] = []
+    decide = Profile.decide
+
+    def count(self: Profile, module: str) -> Verdict:
+        asked.append(module)
+        return decide(self, module)
+
+    monkeypatch.setattr(Profile, "decide", count)
+    names = [
+        f"model.layers.{layer}.mlp.experts.{i}.{leaf}"
+        for layer in range(12)
+        for i in range(120)
+        for leaf in ("gate_proj", "up_proj", "down_proj")
+    ]
+    planned = model("Qwen3MoeForCausalLM", linears(*names))
+    assert fp8(planned) == set(names)
+    assert len(set(groups(planned).values())) == 12 * 120
+    assert len(asked) == 3
 
 
 def test_odd_names_do_not_confuse() -> None:
