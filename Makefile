@@ -30,7 +30,7 @@ crash: ## power loss, kill -9, full disks
 	$(PYTEST) tests/crash
 
 acceptance: ## what a user was promised, through the command line
-	$(PYTEST) tests/acceptance
+	$(PYTEST) tests/acceptance tests/checkpoints
 
 loader: ## real loaders on real mounts; each skips where its package is missing
 	$(PYTEST) tests/loader

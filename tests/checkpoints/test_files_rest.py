@@ -16,6 +16,7 @@ import fp8fs
 from tests.acceptance.harness import Fp8fs, digest
 from tests.builders import named, write_bytes, write_files, write_json, write_safetensors
 from tests.checkpoints.looks import LLM, check_files, layer, look
+from tests.conftest import need_package
 
 FILE = "model.safetensors"
 A = layer(0)
@@ -90,6 +91,57 @@ def test_the_rest_is_byte_for_byte(mount: Callable[..., Path], place: Path) -> N
     ran = subprocess.run([dst / "bin" / "convert.sh"], capture_output=True, text=True, check=True)
     assert ran.stdout == "converted\n"
     assert not os.access(dst / "configuration_odd.py", os.X_OK)
+
+
+REMOTE_CODE = {
+    "configuration_odd.py": """
+from transformers import PretrainedConfig
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+    size = 42
+""",
+    "layers_odd.py": "def answer(config):\n    return config.size\n",
+    "modeling_odd.py": """
+from transformers import PreTrainedModel
+from .configuration_odd import OddConfig
+from .layers_odd import answer
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+    answer = property(lambda self: answer(self.config))
+""",
+}
+REMOTE_READER = """
+import sys
+from transformers import AutoConfig, AutoModel
+config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert config.quantization_config["quant_method"] == "compressed-tensors"
+del config.quantization_config
+print(AutoModel.from_config(config, trust_remote_code=True).answer)
+"""
+
+
+@pytest.mark.fuse
+@pytest.mark.loader
+def test_remote_code_runs_from_the_mount(fp8fs: Fp8fs, place: Path) -> None:
+    """transformers finds the model's own code, and that code its siblings."""
+    need_package("transformers")
+    classes = {"AutoConfig": "configuration_odd.OddConfig", "AutoModel": "modeling_odd.OddModel"}
+    config = {"architectures": ["OddModel"], "model_type": "odd", "auto_map": classes}
+    write_files(place / "src", {FILE: named(A)}, config)
+    for name, code in REMOTE_CODE.items():
+        write_bytes(place / "src" / name, code.encode())
+    dst = place / "view"
+    fp8fs.mount(place / "src", dst)
+    said = subprocess.run(
+        [sys.executable, "-c", REMOTE_READER, dst],
+        env={**os.environ, "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.stdout == "42\n", said.stderr
 
 
 def test_finished_trees_and_copies_hold_the_rest_too(fp8fs: Fp8fs, place: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import fp8fs
 from fp8fs.errors import SourceInvalidError
+from tests.acceptance.harness import Fp8fs
 from tests.builders import (
     Tensor,
     hf_cache,
@@ -320,6 +321,17 @@ def test_mistrals_own_format_alone_is_shown_as_it_is(tmp_path: Path, shards: int
     assert seen.warned("params.json, Mistral's own format", "shown as it is")
     assert {*names, "params.json"} <= {*seen.names}
     assert look(tmp_path, components=(".",)).quantized >= {wq}
+
+
+@pytest.mark.fuse
+def test_a_mount_of_mistrals_own_format_says_why_not(fp8fs: Fp8fs, place: Path) -> None:
+    """The refusal names params.json; --allow-unquantized serves the source as it is."""
+    name = "consolidated.safetensors"
+    write_files(place / "src", {name: named("layers.0.attention.wo.weight")})
+    write_json(place / "src" / "params.json", {"dim": 64})
+    assert "Mistral's own format" in fp8fs.run("mount", place / "src", place / "m", code=12).stderr
+    fp8fs.mount(place / "src", place / "m", "--allow-unquantized")
+    assert (place / "m" / name).read_bytes() == (place / "src" / name).read_bytes()
 
 
 def test_consolidated_weights_without_params_are_a_model_like_any_other(tmp_path: Path) -> None:
