@@ -5,6 +5,7 @@ Each is one checked JSON value; what cannot be read as such is absent.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,8 @@ from fp8fs.store.types import Poll
 
 __all__ = ["AmaxSlot", "Facts", "amax_slot"]
 
+log = logging.getLogger(__name__)
+
 
 class Facts:
     """scans/, hints/, adopted/: one durable JSON file per key. Thread-safe."""
@@ -36,9 +39,12 @@ class Facts:
         self._places = places
 
     def read(self, kind: str, key: str) -> Any | None:
-        """The value; None if missing or damaged."""
-        with storing(f"cannot read {kind}/{key}"):
+        """The value; None if missing, damaged or unreadable: a fact spares work, and no work fails for want of it."""
+        try:
             data = read_small(self._io, self._places.fact(kind, key))
+        except OSError as err:
+            log.warning("cannot read %s/%s: %s", kind, key, err.strerror)
+            return None
         value = decode_checked(data) if data is not None else None
         try:
             return None if value is None else msgspec.json.decode(value)

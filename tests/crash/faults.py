@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from fp8fs.store.fsio import FsIo
 
-__all__ = ["FaultyIo", "HalvingIo", "PowerCut", "PowerLossIo"]
+__all__ = ["SHORT", "FaultyIo", "HalvingIo", "PowerCut", "PowerLossIo"]
+
+SHORT = 0
+"""Not an errno: the call does half of what it was asked for, and says so."""
 
 COUNTED = (
     "open", "fstat", "lstat", "listdir", "pread_once", "pwrite_once", "write_once", "ftruncate",
@@ -21,22 +25,42 @@ COUNTED = (
 
 
 class FaultyIo(FsIo):
-    """The *nth* counted call fails with *code*, and so do all later ones if *persistent*.
+    """The *nth* counted call fails with *code*, and so do all later ones if *persistent* (until ``heal``).
 
-    A write that fails with ENOSPC has written half of its bytes before, as a full disk does.
+    A write that fails with ENOSPC has written half of its bytes before, as a full disk does. SHORT counts reads and
+    writes alone.
     """
 
     def __init__(self, nth: int, code: int, *, persistent: bool) -> None:
         self.calls = 0
         self.failed = ""
         self._nth, self._code, self._persistent = nth, code, persistent
+        self._lock = threading.Lock()
+
+    def heal(self) -> None:
+        """No further call fails."""
+        with self._lock:
+            self._nth, self._persistent = 0, False
 
     def step(self, name: str) -> bool:
         """Count a call. Returns whether it fails."""
-        self.calls += 1
-        fails = self.calls == self._nth or (self._persistent and self.calls > self._nth)
-        self.failed = self.failed or (name if fails else "")
-        return fails
+        if self._code == SHORT and name not in _HALVED:
+            return False
+        with self._lock:
+            self.calls += 1
+            fails = self.calls == self._nth or (self._persistent and self.calls > self._nth > 0)
+            self.failed = self.failed or (name if fails else "")
+            return fails
+
+
+_HALVED = ("pread_once", "pwrite_once", "write_once")
+
+
+def _half(io: FsIo, name: str, fd: int, what: Any, *rest: Any) -> Any:
+    if name == "pread_once":
+        return FsIo.pread_once(io, fd, -(-what // 2), *rest)
+    real = getattr(FsIo, name)
+    return real(io, fd, what[: -(-len(what) // 2)], *rest)
 
 
 def _failing(name: str) -> Callable[..., Any]:
@@ -45,6 +69,8 @@ def _failing(name: str) -> Callable[..., Any]:
     def call(self: FaultyIo, *args: Any, **kwargs: Any) -> Any:
         if not self.step(name):
             return real(self, *args, **kwargs)
+        if self._code == SHORT:
+            return _half(self, name, *args)
         if self._code == errno.ENOSPC and name in ("pwrite_once", "write_once"):
             fd, data, *rest = args
             real(self, fd, data[: len(data) // 2], *rest)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,20 +19,6 @@ from tests.storing import Toy, snapshot
 
 TOY = Toy("ab12cd", count=3)
 SCAN = {"keep": ["a"]}
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Thousands of injected faults would be logged; only what is wrong afterwards matters."""
-    caplog.set_level(logging.CRITICAL, logger="fp8fs")
-
-
-@pytest.fixture
-def room() -> Iterator[Path]:
-    """A directory in memory where there is one: these tests make thousands of stores."""
-    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        yield Path(folder)
 
 
 def finish_tree(store: Store, sealed: Path) -> None:

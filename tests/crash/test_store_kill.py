@@ -8,9 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,6 @@ for shard in range({SHARDS}):
         pass
     os.write(1, b"sealed %d\\n" % shard)
 """
-
-
-@pytest.fixture
-def room() -> Iterator[Path]:
-    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        yield Path(folder)
 
 
 def start(root: Path) -> subprocess.Popen[bytes]:
