@@ -44,6 +44,7 @@ from fp8fs.errors import (
 )
 from fp8fs.quant import make_quantizer
 from fp8fs.source import Source, hints_key
+from fp8fs.space import shortage
 from fp8fs.store.store import Pin, Store, Tree
 from fp8fs.tree import TreeKeeper
 from fp8fs.version import __version__
@@ -164,13 +165,15 @@ class Assembled:
     """A survey with its engine running and its tree prepared.
 
     ``tree`` is None where the store cannot be written and holds no finished tree of this plan: then
-    nothing can be handed over, and the view has to be served inline.
+    nothing can be handed over, and the view has to be served inline. ``warnings``: what is worse than the
+    user may expect, one sentence each.
     """
 
     survey: Survey
     engine: Engine
     tree: Tree | None
     pin: Pin | None
+    warnings: tuple[str, ...] = ()
 
     def view(
         self, *, serve: str, grain: str, bound: bool, status: Callable[[], bytes] | None = None
@@ -279,12 +282,14 @@ def assemble(
             why = store.why_not if store is not None else found.why_no_store
             raise StoreFullError(f"the store cannot be written: {why}", hint="--store ROOT")
         keeper: TreeKeeper | None = None
+        warnings: list[str] = []
         if store is not None:
             with suppress(StoreError):  # a read-only store is never collected by us
                 pin = store.pin(found.plan.plan_id)
             if store.writable:
                 _write_hints(store, src, found.source)
-            keeper = _prepared_tree(found, store, need_store=need_store)
+                warnings += filter(None, [shortage(found.plan, store)])
+            keeper = _prepared_tree(found, store, warnings, need_store=need_store)
         engine = Engine(
             found.plan,
             found.source,
@@ -299,8 +304,8 @@ def assemble(
             engine.sealed(
                 shard
             )  # links what is there already, and completes the tree if that is all
-        tree = keeper.tree if keeper is not None else found.tree
-        return Assembled(found, engine, tree, pin)
+        tree = keeper.tree if keeper is not None else _finished_tree(found)
+        return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:
         if engine is not None:
             engine.close()
@@ -336,7 +341,18 @@ def record_non_finite(found: Survey, bad: list[NonFinite]) -> int:
     return new
 
 
-def _prepared_tree(found: Survey, store: Store, *, need_store: bool) -> TreeKeeper | None:
+def _finished_tree(found: Survey) -> Tree | None:
+    """The plan's tree if it is known to be finished; a store that cannot be read is no reason to refuse a mount."""
+    try:
+        return found.tree
+    except StoreError as err:
+        log.warning("%s", err)
+        return None
+
+
+def _prepared_tree(
+    found: Survey, store: Store, warnings: list[str], *, need_store: bool
+) -> TreeKeeper | None:
     """The keeper of a prepared tree; None if the tree can neither be made nor is finished."""
     if not store.writable:
         return None
@@ -347,6 +363,7 @@ def _prepared_tree(found: Survey, store: Store, *, need_store: bool) -> TreeKeep
         if need_store:
             raise
         log.warning("no tree in the store: %s", err)
+        warnings.append(f"served inline, since the store takes no tree: {err.what}")
         return None
     return keeper
 

@@ -10,6 +10,7 @@ from fp8fs.core.recipe import Recipe
 from fp8fs.engine import EngineStats, NonFinite, scan
 from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
 from fp8fs.quant import make_quantizer
+from fp8fs.space import check_room
 from fp8fs.tree import pin_for_good
 
 __all__ = ["build_tree", "finished_tree", "scan_values"]
@@ -36,6 +37,8 @@ def build_tree(
         with assemble(
             src, recipe, store_root, device=device, workers=workers, need_store=True
         ) as assembled:
+            if (store := assembled.survey.store) is not None:
+                check_room(assembled.survey.plan, store)
             try:
                 assembled.engine.fill(progress)
             except NonFiniteTensorError as err:

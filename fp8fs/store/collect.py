@@ -89,7 +89,8 @@ class Collector:
             found = os.statvfs(self._places.home)
         except OSError:
             return 0
-        return found.f_bavail * found.f_frsize
+        blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+        return blocks * found.f_frsize
 
     # -- removal --------------------------------------------------------------------------
 
