@@ -41,7 +41,9 @@ class Quantizer(Protocol):
         """Raise out[r] (float32) to the largest magnitude of row r. For rows that are cut into several tiles."""
         ...
 
-    def cast_rows(self, src: Buffer, dtype: str, rows: int, amax: Buffer, dst: Buffer, scale: Buffer) -> None:
+    def cast_rows(
+        self, src: Buffer, dtype: str, rows: int, amax: Buffer, dst: Buffer, scale: Buffer
+    ) -> None:
         """per_channel, from known row maxima: writes scale[r] and the row's FP8 bytes."""
         ...
 
@@ -49,7 +51,17 @@ class Quantizer(Protocol):
         """per_channel for whole rows: both passes while the tile is in cache."""
         ...
 
-    def quantize_blocks(self, src: Buffer, dtype: str, rows: int, cols: int, dst: Buffer, scale: Buffer, *, pow2: bool) -> None:
+    def quantize_blocks(
+        self,
+        src: Buffer,
+        dtype: str,
+        rows: int,
+        cols: int,
+        dst: Buffer,
+        scale: Buffer,
+        *,
+        pow2: bool,
+    ) -> None:
         """block and block_free for a tile that starts on a block boundary; scale is (ceil(rows/128), ceil(cols/128))."""
         ...
 
