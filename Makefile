@@ -35,8 +35,8 @@ acceptance: ## what a user was promised, through the command line
 loader: ## real loaders on real mounts; each skips where its package is missing
 	$(PYTEST) tests/loader
 
-bench: ## speed, printed as numbers with the machine and the commit
-	$(PYTHON) scripts/bench/run.py
+bench: ## speed and memory against peers and the machine, written to docs/BENCHMARKS.md
+	$(PYTHON) scripts/bench
 
 docs: ## the examples in the documentation, run
 	$(PYTEST) tests/docs

@@ -1,0 +1,202 @@
+"""F2, F3, F4, F13: making a checkpoint for the first time."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from figure import Line, at_least, at_most, ratio, told
+from measure import Run, files_below, interleaved, median, run, settle, warm
+from workloads import small_tensors
+from world import World
+
+__all__ = ["against_copy", "against_peers", "cold_load", "growth"]
+
+_GB = 10**9
+
+
+def against_copy(world: World) -> list[Line]:
+    """Wall time of the whole ``fp8fs build`` process (start, plan, fill, every sync, published tree) over that of
+    ``cp -r SRC COPY`` followed by ``sync -f COPY``, on the same disk, in turn. Before each sample: results of the
+    last one removed, the source read into the page cache, sync. Kernels are compiled already (F9 tells what the
+    first run ever costs). What the build writes is smaller than the copy; that is part of what it is.
+    """
+    copy = world.scratch / "copy"
+
+    def take_copy() -> float:
+        world.remove(copy)
+        warm(files_below(world.main))
+        settle()
+        return run(
+            ["sh", "-c", 'cp -r "$1" "$2" && sync -f "$2"', "-", world.main, copy], world.env
+        ).wall_s
+
+    samples = interleaved(
+        world.repetitions, {"build": lambda: world.cold_build(world.main), "copy": take_copy}
+    )
+    world.remove(copy)
+    gigabytes = sum(path.stat().st_size for path in files_below(world.main)) / _GB
+    detail = (
+        f"{median(samples['build']):.2f} s against {median(samples['copy']):.2f} s; "
+        f"{gigabytes / median(samples['build']):.2f} GB/s of source"
+    )
+    value = ratio(samples, "build", "copy")
+    return [at_most("F2", "cold build / cp -r and sync", value, "ratio", 0.6, detail, samples)]
+
+
+def against_peers(world: World) -> list[Line]:
+    """llm-compressor's ``model_free_ptq`` on the same checkpoint, CPU, same layers left out, in turn with our build:
+    FP8_DYNAMIC against scheme per_channel, FP8_BLOCK against block_free (both: free scales, 128 x 128). The peer's
+    seconds are those of its call alone: its imports and process start are not counted and it syncs nothing, while
+    ours is the whole process with every sync. Its worker count is the best of 1, 2 and 4, each tried once before.
+    And a plain torch script (load a shard, quantize, save), timed in the same way. Sources in the page cache.
+    """
+    if world.peers is None:
+        return []
+    peers, out = world.peers, world.scratch / "peer"
+
+    def take(script: str, *options: str) -> float:
+        world.remove(out)
+        warm(files_below(world.main))
+        settle()
+        return world.inside(peers, script, world.main, out, *options)["seconds"]
+
+    lines = []
+    for theirs, ours in (("FP8_DYNAMIC", "per_channel"), ("FP8_BLOCK", "block_free")):
+        tried = {
+            workers: take("quantize_model_free.py", theirs, str(workers)) for workers in (1, 2, 4)
+        }
+        best = min(tried, key=lambda workers: tried[workers])
+        variants = {
+            "build": lambda ours=ours: world.cold_build(world.main, "--scheme", ours),
+            "peer": lambda theirs=theirs, best=best: take(
+                "quantize_model_free.py", theirs, str(best)
+            ),
+        }
+        samples = interleaved(world.repetitions, variants)
+        lines.append(
+            at_least(
+                "F3",
+                f"model_free_ptq {theirs} / cold build {ours}",
+                ratio(samples, "peer", "build"),
+                "times",
+                10,
+                f"{median(samples['peer']):.1f} s with {best} workers "
+                f"against {median(samples['build']):.2f} s",
+                {**samples, **{f"peer_{w}_workers": [s] for w, s in tried.items()}},
+            )
+        )
+    samples = interleaved(
+        world.repetitions,
+        {
+            "build": lambda: world.cold_build(world.main, "--scheme", "per_channel"),
+            "torch": lambda: take("quantize_torch.py"),
+        },
+    )
+    lines.append(
+        told(
+            "F3",
+            "plain torch script / cold build per_channel",
+            ratio(samples, "torch", "build"),
+            "times",
+            f"{median(samples['torch']):.1f} s against {median(samples['build']):.2f} s",
+            samples,
+        )
+    )
+    world.remove(out)
+    return lines
+
+
+def cold_load(world: World) -> list[Line]:
+    """A loader (safetensors and torch, every tensor of every shard copied out once, shards in index order) that has
+    its imports behind it. A: empty store; ``fp8fs mount`` (handoff), then the load through the mount, which makes
+    every shard. B: empty store; ``fp8fs build``, then the load from the finished tree. Both from the start of the
+    first command to the last tensor, in turn, source in the page cache, kernels compiled, sync before.
+    """
+    if world.peers is None:
+        return []
+    peers = world.peers
+    inner: dict[str, list[float]] = {"load_through_mount": [], "load_native": []}
+
+    def prepare() -> None:
+        world.remove(world.store)
+        warm(files_below(world.main))
+        settle()
+
+    def through_mount() -> float:
+        prepare()
+        with world.ready(peers, "load_torch.py") as load:
+            started = time.perf_counter()
+            with world.mounted(world.main) as mount:
+                inner["load_through_mount"].append(json.loads(load(str(mount.path)))["seconds"])
+                return time.perf_counter() - started
+
+    def build_then_load() -> float:
+        prepare()
+        with world.ready(peers, "load_torch.py") as load:
+            started = time.perf_counter()
+            tree = world.build(world.main).stdout.strip()
+            inner["load_native"].append(json.loads(load(tree))["seconds"])
+            return time.perf_counter() - started
+
+    samples = interleaved(
+        world.repetitions, {"mount_and_load": through_mount, "build_and_load": build_then_load}
+    )
+    detail = (
+        f"{median(samples['mount_and_load']):.2f} s (of which the load "
+        f"{median(inner['load_through_mount']):.2f} s) against {median(samples['build_and_load']):.2f} s"
+    )
+    return [
+        at_most(
+            "F4",
+            "mount and cold first load / build and native load",
+            ratio(samples, "mount_and_load", "build_and_load"),
+            "ratio",
+            1.1,
+            detail,
+            {**samples, **inner},
+        )
+    ]
+
+
+def growth(world: World) -> list[Line]:
+    """Cold builds of 1, 4 and 16 GB (Llama-shaped), and of one-shard checkpoints with 1e3, 1e4 and 1e5 weights of
+    64 x 64, source in the page cache. The price of a further GB (or tensor) between the first two sizes is compared
+    with that between the last two: the fixed cost of a process cancels, and anything that grows faster than the
+    checkpoint shows. Peak memory of the 1, 4 and 16 GB builds is F10's.
+    """
+    sizes = (1, 2, 4) if world.quick else (1, 4, 16)
+    counts = (1_000, 4_000, 16_000) if world.quick else (1_000, 10_000, 100_000)
+    gigabytes = {n: world.llama(n * _GB, shards=max(4, n)) for n in sizes}
+    tensors = {n: small_tensors(world.scratch / "src" / f"small-{n}", n) for n in counts}
+    lines = []
+    for what, unit, sources, scale in (
+        ("GB", "1/GB", gigabytes, 1.0),
+        ("tensor", "1/tensor", tensors, 1e6),
+    ):
+        runs: dict[int, list[Run]] = {size: [] for size in sources}
+        for _ in range(world.repetitions):
+            for size, source in sources.items():
+                world.remove(world.store)
+                warm(files_below(source))
+                settle()
+                runs[size].append(world.build(source))
+        seconds = {size: median([r.wall_s for r in many]) for size, many in runs.items()}
+        first, second, third = sources
+        early = (seconds[second] - seconds[first]) / (second - first)
+        late = (seconds[third] - seconds[second]) / (third - second)
+        each = "s" if scale == 1.0 else "us"
+        lines.append(
+            at_most(
+                "F13",
+                f"price of a further {what}: {second} to {third} / {first} to {second}",
+                late / early,
+                "ratio",
+                1.15,
+                f"{early * scale:.3g} and {late * scale:.3g} {each}; whole builds "
+                + ", ".join(f"{size}: {s:.2f} s" for size, s in seconds.items()),
+                {f"{size} {unit[2:]}": [r.wall_s for r in many] for size, many in runs.items()},
+            )
+        )
+    world.remove(*tensors.values(), world.store)
+    return lines
