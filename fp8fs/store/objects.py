@@ -187,6 +187,8 @@ class Objects:
                 )
                 self._move_to_damaged(path)
                 self._move_to_damaged(self._places.record(object_id))
+                # Else a power loss would bring it back, and a cheap check might not see what a full one saw.
+                self._io.fsync_dir(path.parent)
 
     def _open_guard(self) -> int:
         return self._io.open(self._places.damaged / "lock", os.O_RDWR | os.O_CREAT)

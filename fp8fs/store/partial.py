@@ -73,6 +73,7 @@ class Partial:
         self._unsynced_bytes = 0
         self._synced_at = time.monotonic()
         self._uncovered = False  # a record stands behind the last barrier
+        self._named = False  # the names of our files are on the disk
         self._lost = ""
         self._sealed = False
         self._private = False
@@ -231,6 +232,10 @@ class Partial:
         with self._mutex:
             self._unsynced_bytes = 0
             self._uncovered = False
+        if not self._named:
+            self._io.fsync(self._dir_fd)
+            self._io.fsync_dir(self.path.parent)
+            self._named = True
         covered = self._journal.size()
         self._sync_or_lose(self.fd)
         self._journal.append(barrier_line(covered))

@@ -99,14 +99,22 @@ def _make(io: FsIo, places: Places) -> None:
     _check(io, places.root)  # before anything is made inside
     _ensure(io, places.home)
     _check(io, places.home)
-    for name in _FOLDERS:
-        _ensure(io, places.home / name)
+    if [name for name in _FOLDERS if _ensure(io, places.home / name)]:
+        # What is synced later in these folders is worth nothing if their own names get lost.
+        for folder in (places.home, places.root):
+            io.fsync_dir(folder)
+        for path in missing:
+            with suppress(PermissionError):  # a directory above that we may pass, but not read
+                io.fsync_dir(path.parent)
 
 
-def _ensure(io: FsIo, path: Path) -> None:
-    if not os.path.lexists(path):
-        with suppress(FileExistsError):
-            io.mkdir(path)
+def _ensure(io: FsIo, path: Path) -> bool:
+    """The directory exists. Returns whether it was made now."""
+    if os.path.lexists(path):
+        return False
+    with suppress(FileExistsError):
+        io.mkdir(path)
+    return True
 
 
 def _check(io: FsIo, path: Path) -> bool:

@@ -126,9 +126,10 @@ def retire(io: FsIo, places: Places, path: Path) -> None:
 def try_retire(io: FsIo, places: Places, path: Path) -> bool:
     """Remove a partial directory unless somebody has it open. Returns whether it is gone."""
     try:
-        fd = io.open(path / "lock", os.O_RDWR)
+        # Made if missing: after a power loss a directory can be there without it.
+        fd = io.open(path / "lock", os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
-        return not os.path.lexists(path)
+        return True
     with closing_fd(io, fd):
         try:
             alone = io.try_lock_range(fd, PRESENCE, 1, exclusive=True)

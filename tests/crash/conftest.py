@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.flows import World
+pytest.register_assert_rewrite("tests.crash.flows")
+
+from tests.crash.flows import World  # noqa: E402 - asserts in it are explained, too
 
 
 @pytest.fixture(autouse=True)
