@@ -45,6 +45,7 @@ from fp8fs.source.scan import (
 __all__ = ["Source", "hints_key"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_PROBES = 48
 
 
 def hints_key(path: Path) -> str:
@@ -84,6 +85,7 @@ class Source:
         self.fingerprints = fingerprints
         self._hints = hints
         self._handles = Handles(self.open_file, max_open_files)
+        self._found_cached: dict[str, bool] = {}  # by shard, asked before its first read
 
     @classmethod
     def open(
@@ -165,6 +167,8 @@ class Source:
         entry = self._entry(shard_path)
         view = memoryview(buffer).cast("B")
         with self._handles.borrow(shard_path) as fd:
+            if shard_path not in self._found_cached:
+                self._found_cached[shard_path] = _is_cached(fd, entry.size)
             done = 0
             while done < len(view):
                 try:
@@ -202,9 +206,14 @@ class Source:
     def drop(self, shard_path: str, file_offset: int, length: int) -> None:
         """Give the page cache back what was consumed. Never fails.
 
+        A shard that was there as a whole before our first read stays: somebody else put it there, and we would
+        pay for taking it away.
+
         The page in which the range begins goes too, the one in which it ends stays for the next range: bytes are
         consumed in order.
         """
+        if self._found_cached.get(shard_path):
+            return
         begin = file_offset // _PAGE * _PAGE
         end = file_offset + length
         if end < self._entry(shard_path).size:
@@ -262,6 +271,18 @@ def _warnings(
         more = f", and {len(outside) - 1} more lead out of SRC" if len(outside) > 1 else ""
         warnings.append(f"{brief(outside[0])} leads out of SRC to {where}, and is read there{more}")
     return tuple(warnings)
+
+
+def _is_cached(fd: int, size: int) -> bool:
+    """Whether a file of *size* bytes is in the page cache as a whole, by probes that never wait for a disk."""
+    byte = bytearray(1)
+    for probe in range(_PROBES):
+        try:
+            if not os.preadv(fd, [byte], size * (2 * probe + 1) // (2 * _PROBES), os.RWF_NOWAIT):
+                return False
+        except OSError:  # it would have to wait, or the filesystem cannot tell
+            return False
+    return True
 
 
 def _hint(entry: SourceEntry, unsalted: str) -> Hint:

@@ -16,6 +16,7 @@ import pytest
 from fp8fs.core.fingerprint import identity
 from fp8fs.errors import SourceChangedError, SourceInvalidError
 from fp8fs.source import Source, hints_key
+from fp8fs.source import opened as source_module
 from fp8fs.source.handles import Handles
 from tests.builders import (
     hf_cache,
@@ -529,3 +530,38 @@ def test_unlistable_names_and_unknown_paths_are_errors(llama):
     for path in ("later.json", "", "../x", "/etc/passwd"):
         with pytest.raises(SourceInvalidError, match="is no file of SRC"):
             source.open_file(path)
+
+
+def test_a_shard_that_was_cached_before_stays_cached(llama, monkeypatch):
+    """Only what our own reads brought into the page cache is given back."""
+    given_back = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: given_back.append(args))
+    for cached in (True, False):
+        monkeypatch.setattr(source_module, "_is_cached", lambda fd, size, cached=cached: cached)
+        with Source.open(llama) as source:
+            size = source.checkpoint.entries[SHARD].size
+            given_back.clear()
+            source.pread_into(SHARD, bytearray(size), 0)
+            source.drop(SHARD, 0, size)
+        assert bool(given_back) is not cached
+
+
+def test_cached_means_every_probe_answers_at_once(tmp_path, monkeypatch):
+    """A file just written is cached; one of which a part would have to be waited for is not."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert source_module._is_cached(fd, 1 << 20)
+        assert not source_module._is_cached(fd, 2 << 20)  # shorter than it says
+
+        def hole(fd, buffers, file_offset, flags):
+            assert flags == os.RWF_NOWAIT
+            if file_offset > 700_000:
+                raise BlockingIOError
+            return 1
+
+        monkeypatch.setattr(os, "preadv", hole)
+        assert not source_module._is_cached(fd, 1 << 20)
+    finally:
+        os.close(fd)
