@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from fp8fs.core.manifest import (
     encode_plan,
 )
 from fp8fs.core.plan import Plan
-from fp8fs.core.quantizer import QUANTIZER_VERSION
+from fp8fs.core.quantizer import QUANTIZER_VERSION, Quantizer
 from fp8fs.core.recipe import Recipe, check_recipe
 from fp8fs.engine import Engine, NonFinite
 from fp8fs.errors import (
@@ -300,10 +301,10 @@ def assemble(
             on_sealed=keeper.link if keeper is not None else None,
             why_no_store=found.why_no_store,
         )
-        for shard in range(len(found.plan.shards)):
-            engine.sealed(
-                shard
-            )  # links what is there already, and completes the tree if that is all
+        # Asked for all: that links what is there already, and completes the tree if that is all.
+        sealed = [engine.sealed(shard) is not None for shard in range(len(found.plan.shards))]
+        if not all(sealed) and quantizer.name == "cpu":
+            _warm(quantizer, found.plan)
         tree = keeper.tree if keeper is not None else _finished_tree(found)
         return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:
@@ -313,6 +314,22 @@ def assemble(
             pin.close()
         found.close()
         raise
+
+
+def _warm(quantizer: Quantizer, planned: Plan) -> None:
+    """Load the kernels that this plan needs on a thread of its own, before the first tile waits for them."""
+    made = {(unit.dtype, unit.scheme) for shard in planned.shards for unit in shard.units}
+    dtypes = tuple(sorted({dtype for dtype, scheme in made if scheme}))
+    schemes = tuple(sorted({scheme for _, scheme in made if scheme}))
+
+    def load() -> None:
+        try:
+            quantizer.warm(dtypes, schemes)
+        except Exception:  # the first tile meets it again, and whoever waits is told
+            log.debug("kernels could not be loaded ahead", exc_info=True)
+
+    if dtypes:
+        threading.Thread(target=load, name="fp8fs-warm", daemon=True).start()
 
 
 def record_non_finite(found: Survey, bad: list[NonFinite]) -> int:

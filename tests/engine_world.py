@@ -299,7 +299,7 @@ class FakeQuantizer:
     def _store(codes: np.ndarray, keys: np.ndarray, dst: memoryview) -> None:
         np.frombuffer(dst, np.uint8)[:] = _mixed(codes, keys).reshape(-1)
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
         return None
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,9 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Quantize all of SRC into the store without FUSE; print the path of the finished tree."""
+    # numpy comes with a BLAS that starts a thread per core, and none of them ever has anything to do here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
     from fp8fs.api import build as build_checkpoint
     from fp8fs.cli.output import Output
     from fp8fs.cli.progress import filling

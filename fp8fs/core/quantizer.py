@@ -69,8 +69,8 @@ class Quantizer(Protocol):
         """dst = BF16(src), for tensors that are kept. NaN and Inf are values like others here."""
         ...
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
-        """Compile or load whatever the first call would wait for."""
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
+        """Compile or load whatever the first call would wait for. No *schemes*: for all of them."""
         ...
 
     def close(self) -> None:

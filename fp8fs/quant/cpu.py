@@ -6,7 +6,7 @@ import logging
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,12 +110,10 @@ class CpuQuantizer:
     def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
         buffers.round_bf16(src, dtype, dst)
 
-    def warm(
-        self, dtypes: tuple[str, ...] = ("BF16",), schemes: Iterable[str] = tuple(_WARM)
-    ) -> None:
-        """Compile or load the kernels of *schemes* for sources of *dtypes*; others follow on first use."""
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
+        """Compile or load the kernels of *schemes* (none: all) for *dtypes*; others follow on first use."""
         for dtype in dtypes:
-            for scheme in schemes:
+            for scheme in schemes or tuple(_WARM):
                 for kernel in _WARM[scheme]:
                     self._kernel(kernel, dtype)
 

@@ -121,7 +121,7 @@ class TorchQuantizer:
         """On the CPU: kept tensors are few, and rounding is cheaper than the way to the device."""
         buffers.round_bf16(src, dtype, dst)
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
         """Make the device's context and load its kernels."""
         for dtype in dtypes:
             self.quantize_rows(

@@ -221,7 +221,7 @@ class ChildQuantizer:
         """Here, without the child: rounding is cheaper than the copies."""
         buffers.round_bf16(src, dtype, dst)
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
         """Start the child and make its device ready."""
         for dtype in dtypes:
             self._call("warm", dtype, [])
@@ -337,9 +337,9 @@ class FallbackQuantizer:
     def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
         self._first(lambda q: q.cast_bf16(src, dtype, dst))
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
         """Make the primary ready, or the spare where that fails."""
-        self._first(lambda q: q.warm(dtypes))
+        self._first(lambda q: q.warm(dtypes, schemes))
 
     def close(self) -> None:
         self._primary.close()

@@ -55,7 +55,7 @@ class ZerosQuantizer:
     def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
         buffers.target_bytes(dst, 2 * buffers.source_codes(src, dtype).size).fill(0)
 
-    def warm(self, dtypes: tuple[str, ...] = ("BF16",)) -> None:
+    def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
         """Nothing to load."""
 
     def close(self) -> None:
