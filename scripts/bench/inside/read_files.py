@@ -55,8 +55,6 @@ def hold(paths: list[str]) -> None:
                 mapped[at]
         print("ready", flush=True)
         sys.stdin.readline()
-        print("{}", flush=True)
-        sys.stdin.readline()
 
 
 def read_tensor(path: str, name: str) -> int:
