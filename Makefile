@@ -3,7 +3,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 BIN := $(dir $(shell command -v $(PYTHON)))
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: check lint types imports spelling unit mount crash acceptance loader bench docs
+.PHONY: check lint types imports spelling unit mount crash acceptance loader loader-all loader-ci bench docs
 
 check: lint types imports spelling unit ## everything that needs no mount, in about a minute
 
@@ -34,6 +34,13 @@ acceptance: ## what a user was promised, through the command line
 
 loader: ## real loaders on real mounts; each skips where its package is missing
 	$(PYTEST) tests/loader
+
+loader-all: ## install the engines, then every loader test; a missing engine fails
+	scripts/engines install all
+	FP8FS_REQUIRE=fuse,engines $(PYTEST) tests/loader
+
+loader-ci: ## the named subset of loader-all: DLO with MiniMax-H3, one vLLM and one transformers model
+	$(PYTEST) tests/loader -m engine_ci
 
 bench: ## speed and memory against peers and the machine, written to docs/BENCHMARKS.md
 	$(PYTHON) scripts/bench

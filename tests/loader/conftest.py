@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.acceptance.harness import clean_up
 from tests.loader import harness
+from tests.loader.mounts import MountedView
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +47,20 @@ def llm_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with fp8fs installed, entry points included."""
     return harness.install_plugin(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., MountedView]]:
+    """``mounted(source, *options)``: a view served by a process of its own, on a store that starts empty."""
+    views: list[MountedView] = []
+
+    def mount(source: Path, *options: object) -> MountedView:
+        views.append(MountedView(source, tmp_path / f"mount{len(views)}", options))
+        return views[-1]
+
+    try:
+        yield mount
+        for view in views:
+            view.unmount()
+    finally:
+        clean_up(tmp_path)
