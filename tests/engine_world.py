@@ -374,6 +374,9 @@ class FakePartial:
         self._store.touch("pwrite")
         os.pwrite(self.fd, data, file_offset)
 
+    def expect(self, file_offset: int, length: int) -> None:
+        """A hint that a fake need not take."""
+
     def commit(self, *records: UnitRecord) -> None:
         self._store.touch("commit")
         with self._store.lock:

@@ -48,6 +48,10 @@ class Sink:
     def write(self, data: memoryview, file_offset: int) -> None:
         self._partial.pwrite(data, file_offset)
 
+    def expect(self, unit: Unit) -> None:
+        """The unit's data will be written band by band."""
+        self._partial.expect(unit.data.start, unit.data.length)
+
     def commit(self, records: Sequence[UnitRecord]) -> None:
         """Journal units whose bytes are written."""
         self._partial.commit(*records)
@@ -110,6 +114,8 @@ class Materializer:
         tasks = [(at, band) for at, draft in enumerate(drafts) for band in range(draft.bands.count)]
         left = [draft.bands.count for draft in drafts]
         lock = threading.Lock()
+        for draft in drafts:
+            sink.expect(draft.unit)
 
         def make(number: int) -> None:
             at, band = tasks[number]

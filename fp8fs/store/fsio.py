@@ -7,6 +7,7 @@ n-th call, or to write and read short (``pwrite_once``, ``pread_once``, ``write_
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,8 +20,13 @@ __all__ = ["FsIo", "StrPath"]
 StrPath = str | os.PathLike[str]
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_SYNC_FILE_RANGE_WRITE = 2
 _COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
 _COPY_CHUNK = 4 << 20
+
+_libc = ctypes.CDLL(None)  # calls without the GIL
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class FsIo:
@@ -100,6 +106,14 @@ class FsIo:
             break
         if written != len(data):
             raise OSError(errno.ENOSPC, "short append")
+
+    def allocate(self, fd: int, file_offset: int, length: int) -> None:
+        """Room for these bytes, in few pieces, before they are written. A hint: it never fails, the write may."""
+        _libc.fallocate(fd, 0, file_offset, length)
+
+    def start_writing(self, fd: int, file_offset: int, length: int) -> None:
+        """The disk begins with these bytes now; nobody waits, nothing is promised. A hint: it never fails."""
+        _libc.sync_file_range(fd, file_offset, length, _SYNC_FILE_RANGE_WRITE)
 
     def ftruncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

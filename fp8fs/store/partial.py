@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 BARRIER_BYTES = 256 << 20
 BARRIER_S = 1.0
 """Power loss costs at most what was made since the last barrier: this much, or this long."""
+WRITE_BEHIND_BYTES = 1 << 20
+"""Writes of this size are begun on the disk at once, so that a barrier finds little left to wait for."""
 
 
 class Partial:
@@ -175,8 +177,15 @@ class Partial:
             raise Published
         with storing(f"cannot write shard {self.spec.object_id}"):
             self._io.pwrite(self.fd, data, file_offset)
+        nbytes = memoryview(data).nbytes
+        if nbytes >= WRITE_BEHIND_BYTES:
+            self._io.start_writing(self.fd, file_offset, nbytes)
         with self._mutex:
-            self._unsynced_bytes += memoryview(data).nbytes
+            self._unsynced_bytes += nbytes
+
+    def expect(self, file_offset: int, length: int) -> None:
+        """These bytes are about to be written, in parts and in any order: one piece of the disk for all of them."""
+        self._io.allocate(self.fd, file_offset, length)
 
     def pread(self, length: int, file_offset: int) -> bytes:
         """Read *length* bytes of the preamble or of finished units."""
