@@ -52,8 +52,8 @@ FIGURES = (
 
 
 def parse_size(text: str) -> int:
-    """Bytes, with an optional K, M, G or T (decimal, as disks are sold and models are named)."""
-    factor = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 0)
+    """Bytes, with an optional K, M, G or T (binary)."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(text[-1:].upper(), 0)
     try:
         return int(float(text[:-1]) * factor) if factor else int(text)
     except ValueError as err:
@@ -92,7 +92,7 @@ def make_world(asked: argparse.Namespace) -> World:
         scratch=scratch,
         subject=subject,
         peers=peers,
-        size_bytes=asked.size or (10**9 if asked.quick else 4 * 10**9),
+        size_bytes=asked.size or (1 << (30 if asked.quick else 32)),
         repetitions=asked.repetitions or (3 if asked.quick else 5),
         quick=asked.quick,
         root=can_drop_caches(),

@@ -28,7 +28,7 @@ _RATE_HZ = 250
 
 def roofline(world: World) -> dict[str, float]:
     """GB/s of memory, of the page cache and of the disk that holds the store, measured now."""
-    return world.inside(world.subject, "kernels.py", "bandwidth", world.scratch)
+    return world.inside(world.subject, "time_kernels.py", "bandwidth", world.scratch)
 
 
 def profile_fill(world: World, roof: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ def main() -> None:
     source, target = sys.argv[1:]
     with open(source, encoding="utf-8") as file:
         document = json.load(file)
-    lines = [line for line in document["lines"] if line["limit"] is not None]
+    lines = [line for line in document["lines"] if line["limit"] and line["value"] == line["value"]]
     lines.reverse()
     plt.rcParams.update({"svg.hashsalt": "fp8fs", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(figsize=(10, 0.34 * len(lines) + 1.2))

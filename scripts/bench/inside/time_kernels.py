@@ -1,8 +1,8 @@
 """The CPU kernels by themselves, on one core, and the machine's limits in the same process.
 
-    kernels.py kernels REPETITIONS          seconds per pass over 256 MiB of BF16, kernels and memcpy in turn
-    kernels.py tensor ROWS COLS REPS        one weight of that shape through quantize_rows, whole
-    kernels.py bandwidth FOLDER             GB/s of memory (one and two threads) and of FOLDER's disk
+    time_kernels.py kernels REPETITIONS          seconds per pass over 256 MiB of BF16, kernels and memcpy in turn
+    time_kernels.py tensor ROWS COLS REPS        one weight of that shape through quantize_rows, whole
+    time_kernels.py bandwidth FOLDER             GB/s of memory (one and two threads) and of FOLDER's disk
 
 Work is done tile by tile, in the tiles that the fill engine uses, over 256 MiB, so that neither side finds its bytes
 in a cache. Buffers are touched before. The memcpy is libc's, of the same tiles, into as many bytes.
