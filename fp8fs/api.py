@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,10 @@ from fp8fs.errors import NotMountedError, UsageError
 __all__ = ["build", "mounted", "run_command"]
 
 StrPath = str | os.PathLike[str]
+_Handler = Callable[[int, FrameType | None], None]
+
+_COMMAND_END_S = 10.0
+"""What a command gets to end by itself once we were told to."""
 
 
 def _recipe(
@@ -74,7 +78,7 @@ def mounted(
     allow_other: bool = False,
     allow_unquantized: bool = False,
 ) -> Iterator[Path]:
-    """Mount *src* and yield the mount's path; unmounted on every way out, signals included.
+    """Mount *src* and yield the mount's path; unmounted on every way out, signals included, SIGKILL too.
 
     *dst* None: a temporary directory. The options are those of ``fp8fs mount``; *recipe* replaces the
     recipe options. Raises: Fp8fsError.
@@ -102,15 +106,19 @@ def mounted(
         allow_other=allow_other,
         allow_unquantized=allow_unquantized,
     )
+    # Its other end is the server's: if this process ends in whatever way, the server sees it and unmounts.
+    lifeline, ours = os.pipe2(os.O_CLOEXEC)
     try:
         with _signals_raise():
-            found = session.mount(spec)
+            found = session.mount(spec, lifeline=lifeline)
             try:
                 yield Path(found.dst)
             finally:
-                with suppress(NotMountedError):  # somebody was quicker
+                with _undisturbed(), suppress(NotMountedError):  # somebody was quicker
                     session.unmount(found.dst, lazy=True)
     finally:
+        os.close(ours)
+        os.close(lifeline)
         if made is not None:
             with suppress(OSError):
                 os.rmdir(point)
@@ -177,20 +185,40 @@ def run_command(command: Sequence[str]) -> int:
     """
     if shutil.which(command[0]) is None:
         raise UsageError(f'no command "{command[0]}"', hint="is it installed, and on PATH?")
-    child = subprocess.Popen(list(command))
-    while True:
+    child: subprocess.Popen[bytes] | None = None
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if child is not None:  # raised while the command is being started, it would leave it behind
+            raise _Ended(128 + number)
+
+    handlers: dict[signal.Signals, _Handler] = {signal.SIGTERM: end, signal.SIGHUP: end}
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    ):  # else the command has to ignore it, too
+        # No exception here: inside of wait, it could lose the command's exit code.
+        handlers[signal.SIGINT] = _ignore
+    with _handling(handlers):
         try:
+            child = subprocess.Popen(list(command))
+            if told:
+                raise _Ended(128 + told[0])
             code = child.wait()
-        except KeyboardInterrupt:
-            continue  # the child got it too and decides how to end
         except BaseException:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(10)
-            child.kill()
-            child.wait()
+            with _undisturbed():
+                if child is not None:
+                    _end_command(child)
             raise
-        return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code
+
+
+def _end_command(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_COMMAND_END_S)
+    child.kill()
+    child.wait()
 
 
 class _Ended(SystemExit):
@@ -204,12 +232,28 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise _Ended(128 + number)
 
-    watched = (signal.SIGTERM, signal.SIGHUP)
-    try:
-        before = {number: signal.signal(number, end) for number in watched}
-    except ValueError:  # not the main thread: whoever owns it handles signals
+    with _handling({signal.SIGTERM: end, signal.SIGHUP: end}):
         yield
-        return
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No further signal breaks off what is being cleaned up; it takes seconds at most."""
+    with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), _ignore)):
+        yield
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A signal that others handle, or that has said it all before."""
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
+    """These handlers inside, the old ones after. Outside of the main thread whoever owns it handles signals."""
+    try:
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    except ValueError:
+        before = {}
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What all tests share: hypothesis profiles, and skips that a required machine turns into failures.
 
 ``FP8FS_REQUIRE=fuse,gpu,transformers`` names what must be there: where it is missing the tests fail
-instead of skipping.
+instead of skipping. ``FP8FS_LONG=1`` asks for the long targets: more rounds, more steps, more examples.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
+LONG = bool(os.environ.get("FP8FS_LONG"))
+
 settings.register_profile("dev", deadline=None, max_examples=100)
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
 settings.register_profile(
@@ -22,7 +24,8 @@ settings.register_profile(
     max_examples=3000,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+_profile = "nightly" if LONG else "ci" if os.environ.get("CI") else "dev"
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _profile))
 
 
 def _no_fuse() -> str:

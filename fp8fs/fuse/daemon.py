@@ -1,13 +1,15 @@
-"""``python -m fp8fs.fuse.daemon DST FD``: the server of one mount, started by ``fp8fs.fuse.session``.
+"""``python -m fp8fs.fuse.daemon DST FD LIFELINE``: the server of one mount, started by ``fp8fs.fuse.session``.
 
 The spec comes as one JSON document on standard input; descriptor FD takes one line when the mount is ready,
-``{"ok": Mounted}``, or why it never will be, ``{"error": {...}}``. DST is on the command line for people who look at ``ps``.
+``{"ok": Mounted}``, or why it never will be, ``{"error": {...}}``. Descriptor LIFELINE (-1: none) ends the server when
+it becomes readable. DST is on the command line for people who look at ``ps``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import json
 import logging
@@ -80,7 +82,10 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
 def main(arguments: list[str]) -> int:
     """Serve until the mount ends. Every failure before it is ready goes through the pipe, with its exit code."""
     started = time.monotonic()
-    fd = int(arguments[1])
+    fd, lifeline = int(arguments[1]), int(arguments[2])
+    for inherited in (fd, lifeline):
+        if inherited >= 0:
+            fcntl.fcntl(inherited, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     spec: MountSpec = decode(sys.stdin.buffer.read(), MountSpec)
     _settle(spec)
     bound = os.geteuid() == 0 and spec.serve == "handoff"
@@ -93,7 +98,7 @@ def main(arguments: list[str]) -> int:
     try:
         factory = _load(spec.factory)
         served = factory(spec, bound=bound)
-        return serve(served, spec, bound=bound, ready=ready)
+        return serve(served, spec, bound=bound, ready=ready, lifeline=lifeline)
     except Fp8fsError as err:
         log.log(err.level, "%s", err)
         _answer(fd, {"error": err.as_dict()})

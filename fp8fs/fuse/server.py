@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -30,6 +29,7 @@ from fp8fs.fuse.adapter import Operations, fuse_options
 from fp8fs.fuse.libfuse import LibFuse, load_libfuse
 from fp8fs.fuse.mountinfo import find, read_mountinfo
 from fp8fs.fuse.outside import attach_command, detach_command, run
+from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, MountSpec
 from fp8fs.fuse.state import process_start, remove_state, write_state
 from fp8fs.view import View
@@ -85,7 +85,7 @@ class _Events:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.seen & wanted:
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready, _, _ = select.select([self.reader, *([also] if also >= 0 else [])], [], [], left)
+            ready = readable([self.reader, *([also] if also >= 0 else [])], left)
             if self.reader in ready:
                 self.seen.update(os.read(self.reader, 512))
             elif ready or left == 0.0:
@@ -93,8 +93,16 @@ class _Events:
         return True
 
 
-def serve(served: Served, spec: MountSpec, *, bound: bool, ready: Callable[[Mounted], None]) -> int:
-    """Mount, call *ready* once DST answers and the binds are in place, serve until the mount ends. Returns the exit code.
+def serve(
+    served: Served,
+    spec: MountSpec,
+    *,
+    bound: bool,
+    ready: Callable[[Mounted], None],
+    lifeline: int = -1,
+) -> int:
+    """Mount, call *ready* once DST answers and the binds are in place, serve until the mount ends (or *lifeline* becomes
+    readable). Returns the exit code.
 
     Call it in the main thread. Raises: MountError, FuseMissingError before *ready*; nothing is mounted then.
     """
@@ -118,10 +126,10 @@ def serve(served: Served, spec: MountSpec, *, bound: bool, ready: Callable[[Moun
         raise
     log.info("serving %s from %s (pid %d)", spec.dst, spec.src, os.getpid())
     ready(mounted)
-    events.wait(stops)
+    events.wait(stops, also=lifeline)
     if _END not in events.seen:
         names = [number.name for number in _STOPPING if number in events.seen]
-        log.info("%s: unmounting %s", ", ".join(names), spec.dst)
+        log.info("%s: unmounting %s", ", ".join(names) or "whoever mounted is gone", spec.dst)
     for (
         number
     ) in _STOPPING:  # whoever unmounted sends one to hurry us: it must not change the exit code

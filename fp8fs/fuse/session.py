@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import select
 import signal
 import stat
 import subprocess
@@ -31,6 +30,7 @@ from fp8fs.fuse.checks import check_choices, check_places, ensure_directory
 from fp8fs.fuse.libfuse import check_fuse
 from fp8fs.fuse.mountinfo import FSTYPE, find, read_mountinfo, resolve
 from fp8fs.fuse.outside import read_command, run
+from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
 from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
 
@@ -54,8 +54,10 @@ _TICK_S = 0.25
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def mount(spec: MountSpec, *, timeout_s: float = 3600.0) -> Mounted:
+def mount(spec: MountSpec, *, timeout_s: float = 3600.0, lifeline: int = -1) -> Mounted:
     """DST answers, binds are in place, the server runs in the background with its log in ``log_path``.
+
+    *lifeline*: the reading end of a pipe. The server unmounts and ends once nobody holds the writing end any more.
 
     Raises: MountPointError, UsageError, FuseMissingError; and whatever Fp8fsError the server meets before it is ready
     (same class, exit code, hint and facts as in the server). Nothing stays mounted then.
@@ -64,7 +66,7 @@ def mount(spec: MountSpec, *, timeout_s: float = 3600.0) -> Mounted:
         path = prepared.log_path or str(default_log_path(prepared.dst))
         prepared = msgspec.structs.replace(prepared, log_path=path)
         with _open_log(path) as log_file:
-            server, answers = _start(prepared, log_file)
+            server, answers = _start(prepared, log_file, lifeline)
         try:
             return _await_answer(server, answers, prepared, timeout_s)
         except BaseException:
@@ -99,7 +101,7 @@ def mount_foreground(
             while True:
                 wanted = [] if lines.ended else [lines.fd]
                 wanted += [] if mounted else [answers]
-                ready, _, _ = select.select(wanted, [], [], _TICK_S)
+                ready = readable(wanted, _TICK_S)
                 if lines.fd in ready:
                     for line in lines.take():
                         say(line)
@@ -213,16 +215,18 @@ def _reserve(dst: str) -> int:
     return descriptor
 
 
-def _start(spec: MountSpec, stderr: int | IO[bytes]) -> tuple[subprocess.Popen[bytes], int]:
+def _start(
+    spec: MountSpec, stderr: int | IO[bytes], lifeline: int = -1
+) -> tuple[subprocess.Popen[bytes], int]:
     """The server, running, with its spec; and the descriptor on which it will answer."""
     answers, theirs = os.pipe2(os.O_CLOEXEC)
     try:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fp8fs.fuse.daemon", spec.dst, str(theirs)],
+            [sys.executable, "-P", "-m", "fp8fs.fuse.daemon", spec.dst, str(theirs), str(lifeline)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if stderr == subprocess.PIPE else stderr,
             stderr=stderr,
-            pass_fds=[theirs],
+            pass_fds=[theirs, *([lifeline] if lifeline >= 0 else [])],
             start_new_session=True,
         )
     except BaseException:
@@ -243,7 +247,7 @@ def _await_answer(
     end = time.monotonic() + timeout_s
     line = b""
     while not line.endswith(b"\n"):
-        if not select.select([answers], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not readable([answers], end - time.monotonic()):
             raise MountError(f"{spec.dst} was not ready after {timeout_s:.0f} s", hint=_see(spec))
         chunk = os.read(answers, 1 << 16)
         if not chunk:

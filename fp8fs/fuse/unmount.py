@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import signal
 
 from fp8fs.errors import MountError, MountPointError, NotMountedError
@@ -18,6 +17,7 @@ from fp8fs.fuse.outside import (
     probe_command,
     run,
 )
+from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, UnmountReport
 from fp8fs.fuse.state import alive, read_state, remove_state
 
@@ -174,7 +174,7 @@ def _end_server(known: Mounted, timeout_s: float) -> bool:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(server, number)
-            if select.select([server], [], [], timeout_s)[0]:
+            if readable([server], timeout_s):
                 with contextlib.suppress(ChildProcessError):  # our own child, if we mounted it
                     os.waitpid(known.pid, os.WNOHANG)
                 return number is signal.SIGKILL
