@@ -127,6 +127,8 @@ class Materializer:
                 last = left[at] == 0
             if last:
                 self._commit(shard, [_finish(draft, wanted[at], sink)], sink)
+                # Bands end in any order, so here and there one of them left a neighbour's pages behind.
+                self.reader.drop_bytes(draft.unit, 0, source_bytes(draft.unit))
 
         self.pool.parallel(len(tasks), make, priority)
 

@@ -45,6 +45,7 @@ from fp8fs.source.scan import (
 __all__ = ["Source", "hints_key"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_FOLIO = 2 << 20
 _PROBES = 48
 
 
@@ -209,12 +210,12 @@ class Source:
         A shard that was there as a whole before our first read stays: somebody else put it there, and we would
         pay for taking it away.
 
-        The page in which the range begins goes too, the one in which it ends stays for the next range: bytes are
-        consumed in order.
+        What the kernel keeps as one piece, 2 MiB at most, goes as one piece or not at all. So the piece in which the
+        range begins goes too, the one in which it ends stays for the next range: bytes are consumed in order.
         """
         if self._found_cached.get(shard_path):
             return
-        begin = file_offset // _PAGE * _PAGE
+        begin = file_offset // _FOLIO * _FOLIO
         end = file_offset + length
         if end < self._entry(shard_path).size:
             end = end // _PAGE * _PAGE
