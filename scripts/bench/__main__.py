@@ -3,6 +3,7 @@
     make bench                         everything, and docs/BENCHMARKS.md from it
     scripts/bench --quick              1 GB, 3 repetitions, nothing written to docs/
     scripts/bench --only F2,F6         some figures, nothing written to docs/
+    scripts/bench --only F2 --out docs some figures, put in the place of their lines in docs/
     scripts/bench --size 8G            another checkpoint
 
 Exit code 1 if one of F1 to F4 misses its goal, else 0: the other goals name what this machine allows.
@@ -12,6 +13,8 @@ Needs Python 3.11+, /dev/fuse and about 30 GB below --work; root for the figures
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -119,6 +122,20 @@ def measure(world: World, figures: list[Figure]) -> list[Line]:
     return lines
 
 
+def kept_lines(path: Path, chosen: list[Figure]) -> list[Line]:
+    """Lines of an earlier run's document for figures that were not measured now."""
+    if not path.exists():
+        return []
+    names = {figure.name for figure in chosen}
+    kept = json.loads(path.read_text(encoding="utf-8"))["lines"]
+    fields = {field.name for field in dataclasses.fields(Line)}
+    return [
+        Line(**{key: value for key, value in line.items() if key in fields})
+        for line in kept
+        if line["figure"] not in names
+    ]
+
+
 def main() -> int:
     asked = arguments()
     names = [name.strip().upper() for name in asked.only.split(",") if name.strip()]
@@ -140,6 +157,8 @@ def main() -> int:
         out = asked.out or (DOCS if whole else None)
         if out is not None:
             notes = [profile_fill(world, roof)]
+            lines = kept_lines(out / "benchmarks.json", chosen) + lines
+            lines.sort(key=lambda line: [figure.name for figure in FIGURES].index(line.figure))
             document = {
                 "schema": 1,
                 "machine": machine,
@@ -153,7 +172,7 @@ def main() -> int:
             if world.peers is not None:
                 plot = [INSIDE / "plot.py", out / "benchmarks.json", out / "benchmarks.svg"]
                 run([world.peers, *plot], world.env)
-            write_markdown(out / "BENCHMARKS.md", chosen, lines, machine, notes)
+            write_markdown(out / "BENCHMARKS.md", FIGURES, lines, machine, notes)
         must = {figure.name for figure in FIGURES if figure.must}
         missed = [line for line in lines if line.verdict == "miss"]
         print(f"{sum(line.verdict == 'pass' for line in lines)} pass, {len(missed)} miss")

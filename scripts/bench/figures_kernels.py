@@ -21,7 +21,9 @@ def kernels_alone(world: World) -> list[Line]:
     any cache. per_tensor is both passes, amax over all tiles and then the cast over all tiles, as for a tensor that
     is larger than a cache. No reading, writing or digests.
     """
-    answer = world.inside(world.subject, "time_kernels.py", "kernels", str(max(9, world.repetitions)))
+    answer = world.inside(
+        world.subject, "time_kernels.py", "kernels", str(max(9, world.repetitions))
+    )
     samples: dict[str, list[float]] = answer  # type: ignore[assignment]
     nbytes = 32_768 * 4_096 * 2
     memcpy = median(samples["memcpy"])
@@ -51,7 +53,9 @@ def one_tensor(world: World) -> list[Line]:
     """
     source = world.llama(64 << 20, shards=1, hidden=_SIDE, layers=1, intermediate=512, vocab=64)
     kernel = median(
-        world.inside(world.subject, "time_kernels.py", "tensor", str(_SIDE), str(_SIDE), "9")["seconds"]  # type: ignore[arg-type]
+        world.inside(world.subject, "time_kernels.py", "tensor", str(_SIDE), str(_SIDE), "9")[
+            "seconds"
+        ]  # type: ignore[arg-type]
     )
 
     def take(*, cached: bool, wait_s: float) -> float:

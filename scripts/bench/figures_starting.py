@@ -104,7 +104,7 @@ def commands(world: World) -> list[Line]:
         run(world.fp8fs("plan", source, *options, "--json"), world.env).wall_s
         for _ in range(world.repetitions)
     ]
-    table = [run(world.fp8fs("plan", source, *options), world.env).wall_s for _ in range(2)]
+    table = [run(world.fp8fs("plan", source, *options), world.env).wall_s for _ in range(1)]
     python = [run([world.subject, "-c", "pass"], world.env).wall_s for _ in range(20)]
     bare = f"of which {median(python) * 1000:.0f} ms are Python's own start"
     world.remove(store)
