@@ -36,7 +36,7 @@ def room_for(plan: Plan, store: Store) -> Room:
         for object_id, size in sizes.items()
         if not store.object_path(object_id).exists()
     )
-    return Room(left + _SLACK_BYTES if left else 0, store.free_bytes() or None)
+    return Room(left + _SLACK_BYTES if left else 0, store.free_bytes())
 
 
 def check_room(plan: Plan, store: Store) -> None:

@@ -29,6 +29,9 @@ PINNED = "pinned"
 """Name in the tree's .fp8fs/ that says: ``build`` or ``path`` gave this path away, so gc keeps it."""
 
 
+_REMOVED = "unmount and mount again; what was in the store is made again"
+
+
 class TreeKeeper:
     """Thread-safe. ``_lock`` guards ``_linked``; no other lock is taken while it is held."""
 
@@ -39,12 +42,16 @@ class TreeKeeper:
         self._manifest = manifest
         self._lock = threading.Lock()
         self._linked: set[int] = set()
+        self._identity = (0, 0)
         self.tree: Tree = store.tree(plan.plan_id)
 
     def prepare(self) -> None:
         """Everything but the shards is in the tree. Repeatable; a finished tree is left alone."""
-        if self.tree.is_complete():
-            return
+        if not self.tree.is_complete():
+            self._place_all()
+        self._identity = self._look()
+
+    def _place_all(self) -> None:
         owned = os.geteuid() == 0
         root = os.stat(self._source.root)
         uid, gid = (root.st_uid, root.st_gid) if owned else (-1, -1)
@@ -64,14 +71,29 @@ class TreeKeeper:
         self.tree.write_manifest(json.dumps(origin).encode(), name=ORIGIN)
         self.tree.write_manifest(encode_manifest(self._manifest))
 
-    def link(self, shard: int, sealed: Path) -> None:
-        """The sealed object is in the tree; the last one completes it."""
-        self.tree.link_object(self._plan.shards[shard].path, sealed)
+    def link(self, shard: int, sealed: Path) -> Path:
+        """The sealed object is in the tree, at the path returned; the last one completes it.
+
+        Raises: StoreError, also if the tree was removed meanwhile: what a mount has bound is the old one.
+        """
+        path = self._plan.shards[shard].path
+        if self._identity != self._look():
+            raise StoreError(f"the tree {str(self.tree.path)!r} was removed", hint=_REMOVED)
+        self.tree.link_object(path, sealed)
         with self._lock:
             self._linked.add(shard)
             last = len(self._linked) == len(self._plan.shards)
         if last and not self.tree.is_complete():
             self._complete()
+        return self.tree.path / path
+
+    def _look(self) -> tuple[int, int]:
+        """Which directory the tree is; (0, 0) if there is none."""
+        try:
+            found = os.lstat(self.tree.path)
+        except OSError:
+            return (0, 0)
+        return found.st_dev, found.st_ino
 
     def _complete(self) -> None:
         digests: dict[str, str] = {}

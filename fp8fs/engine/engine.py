@@ -52,13 +52,14 @@ class Engine:
         run_ahead: int = 2,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         grain: str = "shard",
-        on_sealed: Callable[[int, Path], None] | None = None,
+        on_sealed: Callable[[int, Path], Path | None] | None = None,
         drop_source: bool = True,
         why_no_store: str = "",
     ) -> None:
         """*workers* 0: one per CPU that this process may use, at most 16. *grain* ("shard" or "tensor") says what
-        ``open`` begins. *on_sealed(shard, object path)* links the object into the mount's tree; it runs before anybody
-        is told that the shard is sealed, never twice at once for a shard, and again only if it raised.
+        ``open`` begins. *on_sealed(shard, object path)* links the object into the mount's tree and says where; it runs
+        before anybody is told that the shard is sealed, never twice at once for a shard, and again only if it raised or
+        if what is at that place was removed.
         *drop_source*: give the page cache back what was read for the last time."""
         if grain not in GRAINS:
             raise UsageError(f'unknown grain "{grain}"', hint=" or ".join(GRAINS))
@@ -94,7 +95,10 @@ class Engine:
         }
 
     def sealed(self, shard: int) -> Path | None:
-        """The published object, if there is one. Costs at most one look into the store; waits for nothing."""
+        """The published object, if there is one: as long as nobody removes it from the store behind our back.
+
+        Costs at most one look into the store; waits for nothing.
+        """
         return self._filler.look(self._state(shard))
 
     def ensure_sealed(self, shard: int, poll: Poll) -> Path:
@@ -119,12 +123,15 @@ class Engine:
         return path
 
     def open(self, shard: int) -> ShardReader:
-        """A reader for inline serving. Waits for nothing; with grain "shard" the shard's fill begins."""
+        """A reader for inline serving. Waits for nothing; with grain "shard" the shard's fill begins.
+
+        While the store is in trouble an open tries it again now and then: it may have room by now.
+        """
         state = self._state(shard)
         with self._pool.changed:
             self._filler.moment += 1
         reader = ShardReader(self._filler, self._memory, state, self._request)
-        if self._grain == "shard" and not self._trouble.reason:
+        if self._grain == "shard" and self._trouble.usable():
             if self.sealed(shard) is None:
                 self._demand(shard)
             self._begin_ahead(shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class Filler:
         counters: Counters,
         materializer: Materializer,
         trouble: StoreTrouble,
-        on_sealed: Callable[[int, Path], None] | None,
+        on_sealed: Callable[[int, Path], Path | None] | None,
     ) -> None:
         self.pool = pool
         self.trouble = trouble
@@ -59,8 +60,10 @@ class Filler:
     def look(self, state: ShardState) -> Path | None:
         """The published and linked object, if there is one. One look into the store at most; never waits."""
         with self.pool.changed:
-            if state.linked:
-                return state.object
+            linked, place = state.linked, state.place
+        if linked and (place is None or os.path.lexists(place) or not self._forget(state)):
+            return state.object
+        with self.pool.changed:
             if self._store is None or state.linking:
                 return None
             state.linking = True
@@ -70,6 +73,7 @@ class Filler:
                 found = self._store.find_object(state.spec)
             if found is not None:
                 self._take_object(state, found)
+                self.trouble.worked()
         except StoreError as err:
             self._store_failed(state, err)
         finally:
@@ -77,6 +81,19 @@ class Filler:
                 state.linking = False
                 self.pool.changed.notify_all()
         return found if state.linked else None
+
+    def _forget(self, state: ShardState) -> bool:
+        """The sealed file was removed behind our back: the shard is cold again. False if it cannot be now."""
+        with self.pool.changed:
+            if not state.linked or state.users:
+                return False
+            stale = state.unsealed()
+            self.pool.changed.notify_all()
+        self._counters.sealed(-1)
+        log.warning("%s: its sealed file is gone from the store", state.shard.path)
+        if stale is not None:
+            stale.close()
+        return True
 
     def _adopt(self, state: ShardState, path: Path) -> None:
         """The object at *path* is the shard. Waits for whoever is linking it just now."""
@@ -103,15 +120,16 @@ class Filler:
                 self.pool.changed.notify_all()
         if news:
             self._counters.reused(reused, reused_bytes)
-            self._counters.sealed()
+            self._counters.sealed(1)
             self._close_unused(state)
+        place: Path | None = path
         if self._on_sealed is not None:
             try:
-                self._on_sealed(state.index, path)
+                place = self._on_sealed(state.index, path)
             except OSError as err:
                 raise StoreError(f"{state.shard.path}: cannot be linked: {err.strerror}") from err
         with self.pool.changed:
-            state.linked = True
+            state.linked, state.place = True, place
 
     # -- steps --------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class ShardState:
 
     ``made[u]`` is 1 once unit u's bytes can be read from the partial. ``busy``: claims in work in this process;
     ``elsewhere``: claim -> time before which its lease, held by another process, is not tried again.
-    ``object``: the sealed file; ``linked``: it is in the mount's tree too. ``users``: tasks that use the partial.
+    ``object``: the sealed file; ``linked``: it is in the mount's tree too, at ``place``. ``users``: tasks that use the partial.
     ``suspect``: the store failed while it was used, so it is opened anew before it is written again.
     """
 
@@ -144,6 +144,7 @@ class ShardState:
         self.sealing = False
         self.object: Path | None = None
         self.linked = False
+        self.place: Path | None = None
         self.linking = False
         self.users = 0
         self.suspect = False
@@ -179,6 +180,13 @@ class ShardState:
         self.claims, self.elsewhere, self._failures = {}, {}, {}
         self.claim_of = array("I")
         self.unmade = 0
+
+    def unsealed(self) -> Partial | None:
+        """The object is gone. Returns the partial to be closed, if it is still held."""
+        self.object = self.place = None
+        self.linked = False
+        self.unmade = len(self.shard.units)
+        return self.reset()
 
     def reset(self) -> Partial | None:
         """Start over. Returns the partial to be closed."""

@@ -100,9 +100,9 @@ class Counters:
             self._units_reused += units
             self._bytes_reused += view_bytes
 
-    def sealed(self) -> None:
+    def sealed(self, change: int) -> None:
         with self._lock:
-            self._shards_sealed += 1
+            self._shards_sealed += change
 
     def in_flight(self, change: int) -> None:
         with self._lock:

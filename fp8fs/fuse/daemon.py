@@ -71,7 +71,7 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
         shards=stats.shards_total,
         sealed=stats.shards_sealed,
         created_dst=spec.created_dst,
-        warnings=(*spec.warnings, *plan.warnings),
+        warnings=(*spec.warnings, *plan.warnings, *made.warnings),
     )
     board = StatusBoard(facts, dict(plan.schemes), made.engine.stats, source.changes)
     view = made.view(serve=serve_as, grain=spec.grain, bound=bound, status=board.encode)

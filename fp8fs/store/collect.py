@@ -77,18 +77,18 @@ class Collector:
                 object_bytes=self._allocated(self._places.objects),
                 partial_bytes=self._allocated(self._places.partials),
                 damaged_bytes=self._allocated(self._places.damaged),
-                free_bytes=self.free_bytes(),
+                free_bytes=self.free_bytes() or 0,
             )
 
     def _allocated(self, folder: Path) -> int:
         return sum(info.st_blocks * 512 for info in self._walk(folder))
 
-    def free_bytes(self) -> int:
-        """Bytes free for us on the store's filesystem; 0 if unknown."""
+    def free_bytes(self) -> int | None:
+        """Bytes free for us on the store's filesystem; None if unknown."""
         try:
             found = os.statvfs(self._places.home)
         except OSError:
-            return 0
+            return None
         blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
         return blocks * found.f_frsize
 

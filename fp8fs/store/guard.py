@@ -56,7 +56,8 @@ def storing(what: str) -> Iterator[None]:
         hint = _CANNOT_WRITE.get(err.errno or 0)
         if hint is not None:
             raise StoreFullError(text, hint=hint, errno=err.errno, path=path) from err
-        raise StoreError(text, errno=err.errno, path=path) from err
+        gone = "was the store removed? unmount and mount again" if err.errno == errno.ENOENT else ""
+        raise StoreError(text, hint=gone, errno=err.errno, path=path) from err
 
 
 def checked_key(key: str) -> str:

@@ -235,8 +235,8 @@ class Store:
         """Bytes on disk by kind."""
         return self._collector.usage()
 
-    def free_bytes(self) -> int:
-        """Bytes free for us on the store's filesystem; 0 if unknown."""
+    def free_bytes(self) -> int | None:
+        """Bytes free for us on the store's filesystem; None if unknown."""
         return self._collector.free_bytes()
 
     def remove_tree(self, plan_id: str) -> None:

@@ -37,6 +37,11 @@ class FaultyIo(FsIo):
         self._nth, self._code, self._persistent = nth, code, persistent
         self._lock = threading.Lock()
 
+    def fail_from(self, nth: int) -> None:
+        """The *nth* call and all later ones fail."""
+        with self._lock:
+            self._nth, self._persistent = nth, True
+
     def heal(self) -> None:
         """No further call fails."""
         with self._lock:
