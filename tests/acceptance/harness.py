@@ -153,6 +153,19 @@ def read_chars(pid: int) -> int:
     return int(match[1])
 
 
+def settle(pid: int, quiet_s: float = 1.0) -> None:
+    """Wait until a process reads nothing and uses no processor: a new server loads its kernels beside serving."""
+    seen, since = (-1, ""), time.monotonic()
+    deadline = since + TIMEOUT_S
+    while time.monotonic() - since < quiet_s:
+        assert time.monotonic() < deadline, f"pid {pid} is never idle"
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        now = (read_chars(pid), " ".join(ticks))
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.05)
+
+
 def files(root: Path) -> dict[str, Path]:
     """Every file that a recursive walk shows, by relative path."""
     return {

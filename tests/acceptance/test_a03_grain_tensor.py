@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import oracle
-from tests.acceptance.harness import Fp8fs, make_checkpoint, read_chars
+from tests.acceptance.harness import Fp8fs, make_checkpoint, read_chars, settle
 
 pytestmark = pytest.mark.fuse
 
@@ -64,6 +64,7 @@ def test_looking_makes_nothing(fp8fs: Fp8fs, place: Path, source: Path) -> None:
     """ls -lR, stat, du, configs and index neither make a tensor nor read a weight."""
     dst = place / "view"
     pid = fp8fs.mount(source, dst, *TENSOR)["pid"]
+    settle(pid)
     before = read_chars(pid)
     subprocess.run(["ls", "-lR", dst], check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["du", "--apparent-size", dst], check=True, stdout=subprocess.DEVNULL)
