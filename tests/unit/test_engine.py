@@ -562,7 +562,9 @@ def test_a_bug_in_a_worker_reaches_the_waiter_and_kills_nobody(tmp_path: Path) -
         if broken[0]:
             raise ZeroDivisionError("oops")
 
-    with engine_of(world, FakeStore(tmp_path), FakeQuantizer(bug), workers=1) as engine:
+    with engine_of(
+        world, FakeStore(tmp_path), FakeQuantizer(bug), workers=1, run_ahead=0
+    ) as engine:
         with pytest.raises(Fp8fsError, match=r"internal error.*oops"):
             engine.ensure_sealed(0, no_poll)
         broken[0] = False
