@@ -71,7 +71,7 @@ def encode_index(
 
 def _check_plain(shard: str, file: str) -> None:
     """A name in the index's own folder, and nothing that leads elsewhere."""
-    if shard in ("", ".", "..") or "/" in shard or "\0" in shard:
+    if shard in ("", ".", "..") or "/" in shard or "\0" in shard or not is_text(shard):
         raise SourceInvalidError(
             f"{file}: names {quoted(shard)}, which is not a plain file name", file=file
         )

@@ -152,7 +152,7 @@ def decode_manifest(data: bytes) -> Manifest:
         )
     try:
         return msgspec.convert(facts, Manifest)
-    except msgspec.ValidationError as err:
+    except ValueError as err:  # a ValidationError, or a key that is no valid text
         raise StoreDamagedError(f"manifest.json is no manifest: {err}") from err
 
 

@@ -41,22 +41,28 @@ class Mount(NamedTuple):
 
 
 def parse_mountinfo(text: bytes) -> list[Mount]:
-    """Every well-formed line, in order (a later line at the same point covers the earlier one)."""
+    """Every well-formed line, in order (a later line at the same point covers the earlier one).
+
+    Any user can put nearly any byte into the source and type of a mount of theirs: the kernel escapes the newline, and
+    no other line end; nothing has to be UTF-8.
+    """
     mounts = []
-    for line in text.splitlines():
+    for line in text.split(b"\n"):
         before, separator, after = line.partition(b" - ")
         fields, tail = before.split(b" "), after.split(b" ")
         if not separator or len(fields) < 6 or len(tail) < 3:
+            continue
+        if not (fields[0].isdigit() and fields[1].isdigit()):
             continue
         mounts.append(
             Mount(
                 mount_id=int(fields[0]),
                 parent_id=int(fields[1]),
-                device=fields[2].decode(),
+                device=os.fsdecode(fields[2]),
                 root=_unescape(fields[3]),
                 point=_unescape(fields[4]),
-                options=fields[5].decode(),
-                fstype=tail[0].decode(),
+                options=os.fsdecode(fields[5]),
+                fstype=os.fsdecode(tail[0]),
                 source=_unescape(tail[1]),
                 super_options=_unescape(tail[2]),
             )

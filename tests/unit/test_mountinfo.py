@@ -105,3 +105,14 @@ def test_own_mountinfo_parses() -> None:
     """This process's mounts include a root and /proc."""
     points = {mount.point for mount in read_mountinfo()}
     assert {"/", "/proc"} <= points
+
+
+def test_another_user_s_mount_forges_no_line() -> None:
+    """A carriage return in the source, which the kernel does not escape, and a type that is no UTF-8 stay in their line."""
+    forged = b"x\r36 35 0:99 / /etc ro - fuse.fp8fs y rw,user_id=0"
+    text = b"70 35 0:50 / /home/u/m ro - fuse.\xff " + forged.replace(b" ", b"\\040") + b" rw\n"
+    (mount,) = parse_mountinfo(text)
+    assert mount.point == "/home/u/m"
+    assert mount.fstype == "fuse.\udcff"
+    assert mount.source == os.fsdecode(forged)
+    assert find("/etc", [mount]) is None
