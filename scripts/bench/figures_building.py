@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 from figure import Line, at_least, at_most, ratio, told
 from measure import Run, files_below, interleaved, median, run, settle, warm
@@ -13,7 +14,7 @@ from world import World
 __all__ = ["against_copy", "against_peers", "cold_load", "growth"]
 
 _GB = 10**9
-_PEER_BYTES = 1 << 30
+_TRIAL_BYTES = 1 << 30
 
 
 def against_copy(world: World) -> list[Line]:
@@ -49,17 +50,15 @@ def against_peers(world: World) -> list[Line]:
     """llm-compressor's ``model_free_ptq`` on the same checkpoint, CPU, same layers left out, in turn with our build:
     FP8_DYNAMIC against scheme per_channel, FP8_BLOCK against block_free (both: free scales, 128 x 128). The peer's
     seconds are those of its call alone: its imports and process start are not counted and it syncs nothing, while
-    ours is the whole process with every sync. Its worker count is the best of 1, 2 and 4, each tried once before. The
-    checkpoint is 1 GB in 2 shards, because the peer takes a minute for 4 GB; on a smaller one our fixed costs weigh
-    more, not less.
-    And a plain torch script (load a shard, quantize, save), timed in the same way. Sources in the page cache.
+    ours is the whole process with every sync. Its worker count is the best of 1, 2 and 4, each tried once before on
+    1 GB. And a plain torch script (load a shard, quantize, save), timed in the same way. Sources in the page cache.
     """
     if world.peers is None:
         return []
     peers, out = world.peers, world.scratch / "peer"
-    source = world.llama(min(world.size_bytes, _PEER_BYTES), shards=2)
+    small = world.llama(min(world.size_bytes, _TRIAL_BYTES), shards=4)
 
-    def take(script: str, *options: str) -> float:
+    def take(script: str, *options: str, source: Path = world.main) -> float:
         world.remove(out)
         warm(files_below(source))
         settle()
@@ -68,11 +67,12 @@ def against_peers(world: World) -> list[Line]:
     lines = []
     for theirs, ours in (("FP8_DYNAMIC", "per_channel"), ("FP8_BLOCK", "block_free")):
         tried = {
-            workers: take("quantize_model_free.py", theirs, str(workers)) for workers in (1, 2, 4)
+            workers: take("quantize_model_free.py", theirs, str(workers), source=small)
+            for workers in (1, 2, 4)
         }
         best = min(tried, key=lambda workers: tried[workers])
         variants = {
-            "build": lambda ours=ours: world.cold_build(source, "--scheme", ours),
+            "build": lambda ours=ours: world.cold_build(world.main, "--scheme", ours),
             "peer": lambda theirs=theirs, best=best: take(
                 "quantize_model_free.py", theirs, str(best)
             ),
@@ -93,7 +93,7 @@ def against_peers(world: World) -> list[Line]:
     samples = interleaved(
         world.repetitions,
         {
-            "build": lambda: world.cold_build(source, "--scheme", "per_channel"),
+            "build": lambda: world.cold_build(world.main, "--scheme", "per_channel"),
             "torch": lambda: take("quantize_torch.py"),
         },
     )

@@ -24,6 +24,7 @@ def describe(world: World) -> dict[str, object]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "other_work": f"load average {load()} before the first sample",
         "kernel": platform.release(),
         "libfuse": _libfuse(),
         "disk": _disk(world.scratch),
