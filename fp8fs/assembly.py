@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -64,6 +65,10 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 SCAN_SCHEMA = 1
+
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_NO_DATE_NS = 2**62
+"""Later (2116) than any file; some filesystems end not far behind."""
 
 
 def default_store_root() -> Path:
@@ -429,7 +434,9 @@ class _Adopted(Mapping[str, str]):
         if not isinstance(value, dict):
             raise KeyError(identity)
         older, mtime_ns = value.get("identity"), value.get("mtime_ns")
-        if not isinstance(older, str) or not isinstance(mtime_ns, int):
+        if not isinstance(older, str) or not _IDENTITY.fullmatch(older):
+            raise KeyError(identity)
+        if not isinstance(mtime_ns, int) or not 0 <= mtime_ns < _NO_DATE_NS:
             raise KeyError(identity)
         self.dates[older] = mtime_ns
         return older
@@ -473,7 +480,9 @@ def _read_scan(store: Store, identity: str) -> dict[str, int]:
     if not isinstance(value, dict) or value.get("schema") != SCAN_SCHEMA:
         return {}
     found = value.get("non_finite")
-    return {str(k): int(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, int) and not isinstance(v, bool)}
 
 
 def _recorded_keep(store: Store | None, checkpoint: Checkpoint) -> tuple[str, ...]:
