@@ -1,4 +1,4 @@
-"""``fp8fs doctor``: what this machine has and lacks for mounting, with one remedy per finding."""
+"""``fp8fs doctor``: what this machine has and lacks for mounting, or which engine will read a view and how."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -30,11 +30,34 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def doctor(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Look at FUSE, kernel, rights, space and namespaces; exit 1 if mounting cannot work."""
+def doctor(
+    engine: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="VIEW",
+            help="Say instead which installed engine reads this mount, tree or copy, and whether in FP8.",
+        ),
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="With --engine: the Python that the engine runs in."),
+    ] = None,
+    store: Store = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Look at FUSE, kernel, rights, space and namespaces; exit 1 if mounting, or the engine, cannot work."""
     from fp8fs.cli.output import Output
+    from fp8fs.errors import UsageError
 
     output = Output(as_json=as_json, quiet=quiet)
+    if engine is not None:
+        from fp8fs.cli.engine_check import check_engine
+
+        check_engine(engine.expanduser(), python, output)
+        return
+    if python is not None:
+        raise UsageError("--python goes with --engine", hint="fp8fs doctor --engine VIEW")
     findings = list(examine(store_root(store)))
     if as_json:
         output.document({"findings": [finding._asdict() for finding in findings]})
