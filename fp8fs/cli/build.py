@@ -26,6 +26,8 @@ from fp8fs.cli.options import (
 
 __all__ = ["build", "path"]
 
+_FORMS = ("tree", "normalized-cache")
+
 
 def build(
     src: Src,
@@ -33,6 +35,14 @@ def build(
         Path | None,
         typer.Option(metavar="DIR", help="Also copy the result to DIR: plain and self-contained."),
     ] = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            metavar="FORM",
+            help="tree, or normalized-cache: a directory that a loader maps as it is, at DIR or in the store.",
+        ),
+    ] = "tree",
     store: Store = None,
     scheme: Scheme = "",
     names: Names = "checkpoint",
@@ -51,21 +61,39 @@ def build(
     from fp8fs.api import build as build_checkpoint
     from fp8fs.cli.output import Output
     from fp8fs.cli.progress import filling
+    from fp8fs.errors import UsageError
 
     output = Output(as_json=as_json, quiet=quiet)
+    if form not in _FORMS:
+        raise UsageError(f'unknown form "{form}"', hint=" or ".join(_FORMS))
+    recipe = recipe_of(
+        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+    )
     with filling(quiet=quiet) as progress:
-        finished = build_checkpoint(
-            src,
-            to,
-            store=store_root(store),
-            recipe=recipe_of(
-                scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
-            ),
-            device=device,
-            workers=workers,
-            progress=progress,
-            note=output.note,
-        )
+        if form == "tree":
+            finished = build_checkpoint(
+                src,
+                to,
+                store=store_root(store),
+                recipe=recipe,
+                device=device,
+                workers=workers,
+                progress=progress,
+                note=output.note,
+            )
+        else:
+            from fp8fs.normalized import build_normalized
+
+            finished = build_normalized(
+                src.expanduser(),
+                to.expanduser() if to is not None else None,
+                recipe,
+                store_root(store),
+                device=device,
+                workers=workers,
+                progress=progress,
+                note=output.note,
+            )
     if as_json:
         output.document({"path": str(finished)})
     else:

@@ -32,7 +32,10 @@ __all__ = ["verify"]
 
 def verify(
     what: Annotated[
-        Path, typer.Argument(metavar="SRC|STORE", help="A checkpoint, or a store's directory.")
+        Path,
+        typer.Argument(
+            metavar="SRC|STORE|CACHE", help="A checkpoint, a store, or a normalized cache."
+        ),
     ],
     deep: Annotated[
         bool, typer.Option("--deep", help="Quantize again from SRC and compare every byte.")
@@ -58,6 +61,11 @@ def verify(
 
     output = Output(as_json=as_json, quiet=quiet)
     place = what.expanduser()
+    if _is_normalized(place):
+        if deep or adopt:
+            raise UsageError("--deep and --adopt need SRC", hint="fp8fs verify SRC")
+        _verify_normalized(place, output)
+        return
     if _is_store(place):
         if deep or adopt:
             raise UsageError("--deep and --adopt need SRC, not a store", hint="fp8fs verify SRC")
@@ -77,6 +85,27 @@ def verify(
 
 def _is_store(place: Path) -> bool:
     return (place / "v1" / "objects").is_dir()
+
+
+def _is_normalized(place: Path) -> bool:
+    from fp8fs.normalized import looks_normalized
+
+    return not _is_store(place) and looks_normalized(place)
+
+
+def _verify_normalized(place: Path, output: Output) -> None:
+    from fp8fs.errors import VerifyFailedError
+    from fp8fs.normalized import look
+
+    found = look(place)
+    if output.as_json:
+        output.document({"hit": not found.miss, "miss": found.miss, "tensors": found.tensors})
+    elif found.miss:
+        output.line(f"a miss: {found.miss}")
+    else:
+        output.line(f"a hit: {found.tensors} tensors, the source is unchanged")
+    if found.miss:
+        raise typer.Exit(VerifyFailedError.exit)
 
 
 def _verify_store(place: Path, output: Output) -> Audit:

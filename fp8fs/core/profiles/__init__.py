@@ -226,6 +226,11 @@ class Profile:
         place = self._find(module)
         return None if place is None else self._fusion(place)
 
+    def scale_slots(self, module: str) -> int:
+        """How many scales the engine's fused module has room for: 1 for a plain linear, or a module not known."""
+        place = self._find(module)
+        return 1 if place is None else place.linear.shards
+
     def ignored(self, kept: Iterable[str]) -> list[str]:
         """Names for an ignore list, in the engine's spelling, so that it builds none of the kept modules as FP8.
 
