@@ -26,8 +26,8 @@ unit:
 mount: ## kernel behaviour, through real mounts
 	$(PYTEST) tests/contract tests/mount
 
-crash: ## power loss, kill -9, full disks
-	$(PYTEST) tests/crash
+crash: ## power loss, kill -9, full disks, hostile bytes
+	$(PYTEST) tests/crash tests/fuzz
 
 acceptance: ## what a user was promised, through the command line
 	$(PYTEST) tests/acceptance tests/checkpoints
