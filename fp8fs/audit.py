@@ -8,6 +8,7 @@ adopt(found)            identities of a source with new dates, proved equal by r
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,7 +18,13 @@ from fp8fs.assembly import Survey
 from fp8fs.core.digest import TileDigester
 from fp8fs.core.dtypes import DTYPES
 from fp8fs.core.header import Header, parse_header
-from fp8fs.core.manifest import Manifest, parse_manifest
+from fp8fs.core.manifest import (
+    Manifest,
+    encode_manifest,
+    encode_plan,
+    parse_manifest,
+    with_digests,
+)
 from fp8fs.core.plan import CAST, Unit, ViewShard, tiles
 from fp8fs.core.recipe import BLOCK_SCHEMES
 from fp8fs.engine import Engine
@@ -25,23 +32,30 @@ from fp8fs.engine.shard import shard_spec, unit_spans
 from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError
 from fp8fs.quant import make_quantizer
 from fp8fs.source import Source
-from fp8fs.store.store import Store, UnitSpan
+from fp8fs.store.store import Store, Tree, UnitSpan
 from fp8fs.store.types import PREAMBLE
+from fp8fs.tree import tree_faults
+from fp8fs.version import __version__
 
 __all__ = ["Audit", "Damage", "adopt", "check_plan", "check_store"]
 
 _COMPARE_BYTES = 8 << 20
+_OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 
 Progress = Callable[[int], None]
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """One thing that is wrong. ``tensor`` is "" when it concerns the whole file."""
+    """One thing that is wrong. ``tensor`` is "" when it concerns the whole file, ``object_id`` when it is no shard.
+
+    ``readable`` False: the disk did not give it, so nobody knows whether it is damaged.
+    """
 
     object_id: str
     path: str
     tensor: str
     what: str
+    readable: bool = True
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -68,14 +82,12 @@ def check_plan(
     try:
         for number, shard in enumerate(found.plan.shards):
             store = found.store
-            sealed = store.find_object(shard_spec(shard)) if store is not None else None
-            if store is None or sealed is None:
+            if store is None or not os.path.lexists(store.object_path(shard.object_id)):
                 missing += 1
                 continue
-            names = [unit.name for unit in shard.units]
-            bad = _check_object(store, shard.object_id, shard.path, unit_spans(shard), names)
+            bad = _check_shard(store, shard)
             if fresh is not None and not bad:
-                bad = _compare(fresh, number, shard, sealed)
+                bad = _compare(fresh, number, shard, store.object_path(shard.object_id))
             damage += bad
             checked += 1
             checked_bytes += shard.size
@@ -84,7 +96,67 @@ def check_plan(
     finally:
         if fresh is not None:
             fresh.close()
+    damage += _check_tree(found)
     return Audit(checked, missing, checked_bytes, tuple(damage))
+
+
+def _check_shard(store: Store, shard: ViewShard) -> list[Damage]:
+    """Every byte of a sealed shard. What the cheap check of every use refuses is set aside by that check."""
+    try:
+        sealed = store.find_object(shard_spec(shard))
+    except StoreError as err:
+        return [Damage(shard.object_id, shard.path, "", err.what, readable=False)]
+    if sealed is None:
+        what = "size, header, record or mode is not what was written"
+        return [Damage(shard.object_id, shard.path, "", what)]
+    names = [unit.name for unit in shard.units]
+    return _check_object(store, shard.object_id, shard.path, unit_spans(shard), names)
+
+
+def _check_tree(found: Survey) -> list[Damage]:
+    """The finished tree's own files, shards apart."""
+    try:
+        tree = found.tree
+        if tree is None:
+            return []
+        faults = tree_faults(found.plan, found.source, tree.path, full=True)
+        for name in _damaged_documents(found, tree):
+            faults[f".fp8fs/{name}"] = "is not what was written"
+    except StoreError as err:
+        return [Damage("", "", "", err.what, readable=False)]
+    return [Damage("", path, "", what) for path, what in faults.items()]
+
+
+def _damaged_documents(found: Survey, tree: Tree) -> list[str]:
+    """manifest.json and plan.json, if they do not say what they must. Another version may say it in other words."""
+    content = _read_own(tree.path, "manifest.json")
+    manifest = parse_manifest(content)
+    if manifest is None:
+        return ["manifest.json"]
+    if manifest.version != __version__:
+        return []
+    expected = msgspec.structs.replace(found.manifest, name=manifest.name)
+    digests = {shard.object_id: shard.digest for shard in manifest.shards}
+    for object_id in {shard.object_id for shard in expected.shards}:
+        record = found.store.record(object_id) if found.store is not None else None
+        if record is not None:  # else the object itself is damaged
+            digests[object_id] = record.shard_digest
+    wrong = []
+    if encode_manifest(with_digests(expected, digests)) != content:
+        wrong.append("manifest.json")
+    if _read_own(tree.path, "plan.json") != encode_plan(found.plan):
+        wrong.append("plan.json")
+    return wrong
+
+
+def _read_own(tree: Path, name: str) -> bytes:
+    """A file of the tree's .fp8fs/; empty if it is missing."""
+    try:
+        return (tree / ".fp8fs" / name).read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as err:
+        raise StoreError(f"{tree}: {name} cannot be read: {err.strerror}") from err
 
 
 def check_store(store: Store, *, progress: Progress | None = None) -> Audit:
@@ -98,13 +170,23 @@ def check_store(store: Store, *, progress: Progress | None = None) -> Audit:
     return Audit(len(objects), 0, sum(info.size for info in objects), tuple(damage))
 
 
-def set_aside(store: Store, damage: Iterable[Damage]) -> int:
-    """Damaged objects leave the store, so that they are made again; how many did."""
+def set_aside(store: Store, damage: Iterable[Damage], tree: Tree | None = None) -> int:
+    """Damaged objects leave the store, so that they are made again; how many did. Trees that hold one, and *tree* if it
+    is damaged itself, are complete no more. What could not be read stays: another cable or kernel may read it."""
     reasons: dict[str, str] = {}
     for item in damage:
+        if not item.readable:
+            continue
+        if not item.object_id:
+            if tree is not None:
+                tree.doubt()
+            continue
         reasons.setdefault(item.object_id, f"verify: {item.tensor or item.path}: {item.what}")
     for object_id, reason in reasons.items():
         store.set_aside(object_id, reason)
+    for info in store.list_trees() if reasons else ():
+        if info.complete and not info.object_ids.isdisjoint(reasons):
+            store.tree(info.plan_id).doubt()
     return len(reasons)
 
 
@@ -116,7 +198,7 @@ def _check_object(
     except StoreDamagedError as err:
         return [Damage(object_id, path, "", err.what)]
     except StoreError as err:
-        return [Damage(object_id, path, "", f"cannot be read: {err.what}")]
+        return [Damage(object_id, path, "", err.what, readable=False)]
     found = []
     for unit in bad:
         if unit == PREAMBLE:
@@ -142,7 +224,10 @@ class _RecordedFacts(msgspec.Struct, frozen=True):
 
 def _check_recorded(store: Store, object_id: str) -> list[Damage]:
     """An object by its record and its own header, without the plan that it was made for."""
-    record = store.record(object_id)
+    try:
+        record = store.record(object_id)
+    except StoreError as err:
+        return [Damage(object_id, "", "", err.what, readable=False)]
     if record is None:
         return [Damage(object_id, "", "", "its record is missing or damaged")]
     try:
@@ -151,7 +236,9 @@ def _check_recorded(store: Store, object_id: str) -> list[Damage]:
             preamble = file.read(record.preamble_bytes)
         header = parse_header(preamble, record.size, object_id)
         spans = [_recorded_span(i, unit, header) for i, unit in enumerate(facts.units)]
-    except (msgspec.DecodeError, KeyError, OSError, SourceInvalidError) as err:
+    except OSError as err:
+        return [Damage(object_id, "", "", f"cannot be read: {err.strerror}", readable=False)]
+    except (msgspec.DecodeError, KeyError, SourceInvalidError) as err:
         return [Damage(object_id, "", "", f"header and record do not match: {err}")]
     return _check_object(store, object_id, "", spans, [unit.name for unit in facts.units])
 
@@ -277,6 +364,7 @@ def _similar(store: Store, found: Survey) -> list[Manifest]:
             and manifest.quantizer == mine.quantizer
             and manifest.schemes == mine.schemes
             and [(s.path, s.size, s.tensors) for s in manifest.shards] == shape
+            and all(_OBJECT_ID.fullmatch(s.object_id) for s in manifest.shards)
         ):
             similar.append(manifest)
     return similar

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from fp8fs.assembly import Assembled, Survey, assemble, record_non_finite, survey
 from fp8fs.core.recipe import Recipe
-from fp8fs.engine import EngineStats, NonFinite, scan
+from fp8fs.engine import EngineStats, NonFinite, scan, shard_spec
 from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
 from fp8fs.quant import make_quantizer
 from fp8fs.space import check_room
-from fp8fs.tree import pin_for_good
+from fp8fs.store.store import Tree
+from fp8fs.tree import pin_for_good, tree_faults
 
 __all__ = ["build_tree", "finished_tree", "scan_values"]
 
@@ -70,11 +71,24 @@ def finished_tree(src: Path, recipe: Recipe, store_root: Path) -> Path | None:
     """The finished tree's path (kept from gc from now on), or None if some of it is still missing."""
     with survey(src, recipe, store_root) as found:
         tree = found.tree
-        if tree is None or found.store is None:
+        if tree is None or found.store is None or not _looks_whole(found, tree):
             return None
         if found.store.writable:
             pin_for_good(tree)
         return tree.path
+
+
+def _looks_whole(found: Survey, tree: Tree) -> bool:
+    """Whether a finished tree is whole as far as a look tells: a path is given away only then."""
+    store = found.store
+    for shard in found.plan.shards:
+        try:
+            size = (tree.path / shard.path).lstat().st_size
+        except OSError:
+            return False
+        if size != shard.size or store is None or store.find_object(shard_spec(shard)) is None:
+            return False
+    return not tree_faults(found.plan, found.source, tree.path)
 
 
 def _keep_non_finite(

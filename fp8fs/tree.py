@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from fp8fs.source import Source
 from fp8fs.source.access import shown_mode
 from fp8fs.store.store import Store, Tree
 
-__all__ = ["COPY_MAX_BYTES", "TreeKeeper", "is_pinned_for_good", "origin_of", "pin_for_good"]
+__all__ = [
+    "COPY_MAX_BYTES",
+    "TreeKeeper",
+    "is_pinned_for_good",
+    "origin_of",
+    "pin_for_good",
+    "tree_faults",
+]
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +54,27 @@ class TreeKeeper:
         self.tree: Tree = store.tree(plan.plan_id)
 
     def prepare(self) -> None:
-        """Everything but the shards is in the tree. Repeatable; a finished tree is left alone."""
+        """Everything but the shards is in the tree. Repeatable; a finished tree is left alone, unless a look at it says
+        that something is missing or cut short. Cost then: a stat per name."""
+        if self.tree.is_complete():
+            self._look_over()
         if not self.tree.is_complete():
             self._place_all()
+            self.tree.refer(shard.object_id for shard in self._plan.shards)
         self._identity = self._look()
+
+    def _look_over(self) -> None:
+        """What a look tells to be missing in a finished tree makes it unfinished. One that cannot be looked at is used."""
+        try:
+            faults = tree_faults(self._plan, self._source, self.tree.path)
+            for path, what in faults.items():
+                log.warning("tree %s: %s: %s; made again", self._plan.plan_id, path, what)
+            if faults:
+                self.tree.doubt()
+            else:
+                self.tree.refer(shard.object_id for shard in self._plan.shards)
+        except StoreError as err:
+            log.warning("%s", err)
 
     def _place_all(self) -> None:
         owned = os.geteuid() == 0
@@ -65,7 +90,6 @@ class TreeKeeper:
         )
         for path, entry in self._plan.entries.items():
             self._place(path, entry, owned=owned)
-        self.tree.refer(shard.object_id for shard in self._plan.shards)
         self.tree.write_manifest(encode_plan(self._plan), name="plan.json")
         origin = {"src": os.fsencode(self._source.root).decode("utf-8", "replace")}
         self.tree.write_manifest(json.dumps(origin).encode(), name=ORIGIN)
@@ -137,6 +161,53 @@ class TreeKeeper:
                 os.close(fd)
         elif entry.kind == "source":
             self.tree.link_source(path, f"{self._source.root}/{path}")
+
+
+def tree_faults(plan: Plan, source: Source, tree: Path, *, full: bool = False) -> dict[str, str]:
+    """Names of a finished tree, shards apart, that are not as planned -> what is wrong.
+
+    By kind and size; with *full* by content too. Raises: StoreError if one cannot be read; SourceChangedError.
+    """
+    found: dict[str, str] = {}
+    for path, entry in plan.entries.items():
+        if entry.kind != "shard":
+            what = _fault(tree / path, path, entry, source, full=full)
+            if what:
+                found[path] = what
+    return found
+
+
+def _fault(place: Path, path: str, entry: ViewEntry, source: Source, *, full: bool) -> str:
+    try:
+        info = place.lstat()
+        linked = entry.kind == "link" or (entry.kind == "source" and entry.size > COPY_MAX_BYTES)
+        if linked:
+            if not stat.S_ISLNK(info.st_mode):
+                return "is no link"
+            leads = entry.kind == "link" or place.exists()
+            return "" if leads else "leads nowhere"
+        if entry.kind == "dir":
+            return "" if stat.S_ISDIR(info.st_mode) else "is no directory"
+        size = len(entry.content) if entry.kind == "text" else entry.size
+        if not stat.S_ISREG(info.st_mode):
+            return "is no regular file"
+        if info.st_size != size:
+            return f"has {info.st_size} bytes, expected {size}"
+        if full and place.read_bytes() != _content(path, entry, source):
+            return "its bytes are not what was written"
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as err:
+        raise StoreError(f"{place}: cannot be read: {err.strerror}", errno=err.errno) from err
+    return ""
+
+
+def _content(path: str, entry: ViewEntry, source: Source) -> bytes:
+    """What a small file of the tree holds."""
+    if entry.kind == "text":
+        return entry.content
+    with os.fdopen(source.open_file(path), "rb") as file:
+        return file.read(entry.size)
 
 
 def pin_for_good(tree: Tree) -> None:

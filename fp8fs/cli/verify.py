@@ -141,7 +141,7 @@ def _verify_plan(
     ):
         audit = check_plan(found, deep=deep, device=device, workers=workers, progress=advance)
         if audit.damage and found.store is not None and found.store.writable:
-            set_aside(found.store, audit.damage)
+            set_aside(found.store, audit.damage, found.tree)
         return audit
 
 
@@ -160,6 +160,7 @@ def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> dict[str, s
 def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
     from fp8fs.cli.output import format_bytes
 
+    unread = sum(not item.readable for item in audit.damage)
     if output.as_json:
         output.document(
             {
@@ -181,9 +182,11 @@ def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
         missing = f", {audit.missing} not made yet" if audit.missing else ""
         output.line(
             f"{audit.checked} shards checked ({format_bytes(audit.checked_bytes)}){missing}: "
-            f"{len(audit.damage) or 'no'} damaged"
+            f"{len(audit.damage) - unread or 'no'} damaged"
+            + (f", {unread} unreadable" * bool(unread))
         )
     if audit.damage:
-        from fp8fs.errors import VerifyFailedError
+        from fp8fs.errors import StoreError, VerifyFailedError
 
-        raise typer.Exit(VerifyFailedError.exit)
+        damaged = len(audit.damage) > unread
+        raise typer.Exit(VerifyFailedError.exit if damaged else StoreError.exit)

@@ -240,6 +240,11 @@ class Tree:
                 COMPLETE, encode_checked(_Complete(SCHEMA, self._plan_id)), durable=True
             )
 
+    def doubt(self) -> None:
+        """The tree is complete no more: the next one who writes to it compares everything, and completes it again."""
+        with self._changing(""), suppress(FileNotFoundError):
+            self._io.unlink(self.path / PRIVATE / COMPLETE)
+
     def is_complete(self) -> bool:
         """Whether complete() was reached once."""
         with storing(f"cannot read tree {self._plan_id}"):

@@ -7,6 +7,7 @@ replaced (``injected``).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -253,5 +254,8 @@ def _shown(tree: Path) -> dict[str, bytes | str]:
 
 
 def _without_origin(found: dict[str, bytes | str]) -> dict[str, bytes | str]:
-    """A tree but for what may differ: that ``build`` has given its path away."""
-    return {name: value for name, value in found.items() if name != ".fp8fs/pinned"}
+    """A tree but for what only people read: where it was first made from, and that its path was given away."""
+    aside = (".fp8fs/pinned", ".fp8fs/origin.json", ".fp8fs/manifest.json")
+    left = {name: value for name, value in found.items() if name not in aside}
+    manifest = json.loads(found[".fp8fs/manifest.json"])
+    return {**left, "manifest": json.dumps({**manifest, "name": "", "version": ""})}
