@@ -24,7 +24,7 @@ unit:
 	$(PYTEST) tests/unit tests/property tests/quant
 
 mount: ## kernel behaviour, through real mounts
-	$(PYTEST) tests/contract tests/mount
+	$(PYTEST) tests/contract tests/mount tests/security
 
 crash: ## power loss, kill -9, full disks, hostile bytes
 	$(PYTEST) tests/crash tests/fuzz

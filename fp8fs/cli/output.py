@@ -74,8 +74,10 @@ def _write_json(value: object) -> None:
 
 
 def printable(text: str) -> str:
-    """*text* with undecodable bytes shown as escapes, so that printing never fails."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """*text* as it may go to a terminal: undecodable bytes and control characters, line ends too, shown as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_bytes(count: int) -> str:

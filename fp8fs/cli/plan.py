@@ -110,8 +110,10 @@ def _document(found: Survey, findings: list[NonFinite]) -> dict[str, object]:
 
 def _table(found: Survey, output: Output) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from fp8fs.cli.output import format_bytes, printable
+    from fp8fs.core.text import brief
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("tensor", "shape", "dtype", "bytes", "group", "reason"):
@@ -124,12 +126,12 @@ def _table(found: Survey, output: Output) -> None:
             name = f"{name} -> {row.view_name}"
         changed = row.dtype_in != row.dtype_out
         table.add_row(
-            printable(name),
+            Text(brief(name)),  # a Text, because a name is no markup
             "x".join(str(size) for size in row.shape),
             f"{row.dtype_in} -> {row.dtype_out}" if changed else row.dtype_in,
             f"{row.bytes_in} -> {row.bytes_out}" if changed else str(row.bytes_in),
-            printable(row.group),
-            row.reason,
+            Text(brief(row.group)),
+            Text(brief(row.reason)),
         )
     console = output.console(wide=True)
     console.print(table)

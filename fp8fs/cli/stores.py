@@ -28,6 +28,7 @@ def _open(root: Path | None) -> StoreDirectory:
 def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None:
     """List the trees in the store: size, age, whether complete, in use or kept."""
     from rich.table import Table
+    from rich.text import Text
 
     from fp8fs.cli.output import Output, format_bytes, format_duration, printable
     from fp8fs.tree import is_pinned_for_good, origin_of
@@ -64,12 +65,12 @@ def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None
             format_bytes(tree.size),
             age,
             ", ".join(states),
-            printable(str(row["src"])),
+            Text(printable(str(row["src"]))),  # a Text, because a path is no markup
         )
     console = output.console(wide=True)
     console.print(table)
     console.print(
-        f"{opened.root}: {format_bytes(usage.object_bytes)} sealed, "
+        f"{printable(str(opened.root))}: {format_bytes(usage.object_bytes)} sealed, "
         f"{format_bytes(usage.partial_bytes)} in the making, {format_bytes(usage.free_bytes)} free",
         markup=False,
     )

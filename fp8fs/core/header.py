@@ -31,6 +31,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 _METADATA = "__metadata__"
 _MAX_ELEMENTS = 2**63 - 1
+_MAX_TENSORS = 250_000
+"""More than the largest models have in all their shards together; bounds what a header costs to decode."""
 _MAX_RANK = 64
 """More dimensions than any reader can hold; bounds the work that a hostile shape can cause."""
 _UNDECODABLE = (ValueError, RecursionError, msgspec.MsgspecError)
@@ -70,17 +72,18 @@ _ANY = json.JSONDecoder()
 _BLANK = " \t\n\r"
 
 
-def header_length(first8: bytes, file_bytes: int, file: str) -> int:
+def header_length(first: bytes, file_bytes: int, file: str) -> int:
     """The N of a safetensors file, checked against MAX_HEADER_BYTES and the file's size.
 
+    *first*: 8 bytes of the file or more; one more tells a file of zeros from a header before 100 MB of it are read.
     Raises: SourceInvalidError naming *file*.
     """
-    if len(first8) < 8 or file_bytes < 8:
+    if len(first) < 8 or file_bytes < 8:
         raise SourceInvalidError(
             f"{file}: {file_bytes} bytes are too few for a safetensors file, which starts with 8 bytes of length",
             file=file,
         )
-    length = int.from_bytes(first8[:8], "little")
+    length = int.from_bytes(first[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise SourceInvalidError(
             f"{file}: claims a header of {length} bytes, the limit is {MAX_HEADER_BYTES}", file=file
@@ -89,6 +92,8 @@ def header_length(first8: bytes, file_bytes: int, file: str) -> int:
         raise SourceInvalidError(
             f"{file}: the header ends at byte {8 + length}, file has {file_bytes}", file=file
         )
+    if length and first[8:9] not in (b"", b"{"):
+        raise SourceInvalidError(f"{file}: the header does not start with a brace", file=file)
     return length
 
 
@@ -112,6 +117,10 @@ def parse_header(preamble: bytes, file_bytes: int, file: str) -> Header:
         ) from err
     if not text.startswith("{"):
         raise SourceInvalidError(f"{file}: the header does not start with a brace", file=file)
+    if (count := text.count('"data_offsets"')) > _MAX_TENSORS:
+        raise SourceInvalidError(
+            f"{file}: the header describes {count} tensors, the limit is {_MAX_TENSORS}", file=file
+        )
     decoded = _decode_plain(text) or _decode_exact(text, file)
     tensors = dict(sorted(decoded[0].items(), key=lambda item: item[1].data_offsets))
     _check_layout(tensors, len(preamble), file_bytes, file)

@@ -138,9 +138,7 @@ def _settle(spec: MountSpec) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.chdir("/")  # libfuse does it anyway; every path is absolute
-    os.umask(
-        0o077
-    )  # what is made without an explicit mode (a kernel cache, a core file) is ours alone
+    os.umask(0o077)  # what is made without a mode of its own (a kernel cache, a core) is ours alone
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     libc = ctypes.CDLL(None)

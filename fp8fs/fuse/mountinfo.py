@@ -14,7 +14,7 @@ __all__ = ["FSTYPE", "Mount", "below", "find", "parse_mountinfo", "read_mountinf
 
 FSTYPE = "fuse.fp8fs"
 
-_ESCAPE = re.compile(rb"\\([0-7]{3})")
+_ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 class Mount(NamedTuple):

@@ -162,9 +162,10 @@ def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
     """The spec with absolute paths, all checks passed, DST there. If the body fails, DST is as it was."""
     check_choices(spec.serve, spec.grain)
     src = os.path.realpath(spec.src)
-    store = os.path.realpath(spec.store) if spec.store else ""
+    # Not resolved: the store itself has to see a symlink, which somebody else may have put there.
+    store = os.path.abspath(spec.store) if spec.store else ""
     dst = resolve(spec.dst, read_mountinfo())
-    check_places(src, dst, store)
+    check_places(src, dst, os.path.realpath(store) if store else "")
     check_fuse(allow_other=spec.allow_other)
     clean_up_stale(dst)
     serve, warnings = spec.serve, spec.warnings

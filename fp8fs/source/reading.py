@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Lock
 from typing import NamedTuple
 
 from fp8fs.core.checkpoint import SourceEntry
@@ -19,7 +22,7 @@ from fp8fs.core.fingerprint import (
 )
 from fp8fs.core.header import Header, header_length, parse_header
 from fp8fs.core.text import brief
-from fp8fs.errors import SourceChangedError, SourceInvalidError
+from fp8fs.errors import Fp8fsError, SourceChangedError, SourceInvalidError
 from fp8fs.source.scan import changed, difference, open_planned
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
 _FIRST_READ = 64 << 10
 """Covers nearly every header in one call."""
 
+_LARGE_BYTES = 4 << 20
 _MAX_TEXT_BYTES = 100_000_000
 _READERS = 8
 _LFS = b"version https://git-lfs"
@@ -91,23 +95,36 @@ def read_shards(root: str, entries: Iterable[SourceEntry]) -> dict[str, ReadShar
     Raises: SourceInvalidError or SourceChangedError for the first (by order) that is not right.
     """
     planned = list(entries)
+    large = Lock()
     with ThreadPoolExecutor(min(_READERS, len(planned) or 1), "fp8fs-headers") as pool:
-        found = pool.map(lambda entry: _read_shard(root, entry), planned)
+        found = pool.map(lambda entry: _read_shard(root, entry, large), planned)
         return {entry.path: read for entry, read in zip(planned, found, strict=True)}
 
 
 def try_read_headers(root: str, entries: Iterable[SourceEntry]) -> dict[str, Header]:
     """The headers of those files that have one: of files that are not made into anything, none is asked to be right."""
     headers: dict[str, Header] = {}
+    large = Lock()
     for entry in entries:
         try:
-            headers[entry.path] = _read_shard(root, entry).header
+            headers[entry.path] = _read_shard(root, entry, large).header
         except (SourceInvalidError, SourceChangedError):
             continue
     return headers
 
 
-def _read_shard(root: str, entry: SourceEntry) -> ReadShard:
+def _read_shard(root: str, entry: SourceEntry, large: Lock) -> ReadShard:
+    try:
+        return _read_checked(root, entry, large)
+    except Fp8fsError as err:
+        # Its frames and its cause hold all that was read; of many hostile shards that would be many times 100 MB.
+        traceback.clear_frames(err.__traceback__)
+        err.__cause__ = err.__context__ = None
+        raise
+
+
+def _read_checked(root: str, entry: SourceEntry, large: Lock) -> ReadShard:
+    """*large* is held while a header is decoded that takes many times its size meanwhile: one of them at a time."""
     fd = open_planned(root, entry)
     try:
         # Without this, each sampled page would bring its read-ahead, 32 times its size, along.
@@ -115,11 +132,12 @@ def _read_shard(root: str, entry: SourceEntry) -> ReadShard:
         shown = brief(entry.path)
         preamble = _read(fd, entry, min(_FIRST_READ, entry.size), 0)
         _refuse_pointer(preamble, entry)
-        length = 8 + header_length(preamble[:8], entry.size, shown)
-        if length > len(preamble):
-            preamble += _read(fd, entry, length - len(preamble), len(preamble))
-        preamble = preamble[:length]
-        header = parse_header(preamble, entry.size, shown)
+        length = 8 + header_length(preamble[:9], entry.size, shown)
+        with large if length > _LARGE_BYTES else nullcontext():
+            if length > len(preamble):
+                preamble += _read(fd, entry, length - len(preamble), len(preamble))
+            preamble = preamble[:length]
+            header = parse_header(preamble, entry.size, shown)
         pages = [
             _read(fd, entry, min(SAMPLE_BYTES, entry.size - offset), offset)
             for offset in sample_offsets(entry.size, length)
