@@ -15,10 +15,11 @@ __all__ = ["profile_fill", "roofline"]
 # Leaf functions of ours that each call one thing outside Python, and what that thing is.
 STAGES = (
     ("read source from the page cache", ("pread_into", "read_run")),
+    ("load the kernels", ("_kernel", "_compile")),
     ("quantize", ("_run", "amax", "cast_tensor", "quantize_rows", "quantize_blocks")),
     ("digest", ("tile_digest", "bytes_digest", "combine", "digest", "add", "_combine")),
-    ("write into the page cache", ("pwrite_once", "pwrite", "ftruncate")),
-    ("sync to disk", ("fdatasync", "fsync", "fsync_dir")),
+    ("write into the page cache", ("pwrite_once", "pwrite", "ftruncate", "allocate")),
+    ("sync to disk", ("fdatasync", "fsync", "fsync_dir", "start_writing")),
     ("give source pages back", ("drop",)),
     ("wait for work", ("wait", "_serve", "acquire", "__enter__")),
 )
@@ -57,7 +58,7 @@ def profile_fill(world: World, roof: Mapping[str, float]) -> str:
     stages = _stages(world, source)
     if stages:
         total = sum(stages.values())
-        text.append("Samples of the threads of one build, by what they were in:")
+        text.append("Samples of the worker threads of one build, by what they were in:")
         rows = ["| in | share of thread time |", "|---|---:|"]
         rows += [f"| {name} | {count / total:.1%} |" for name, count in stages.items() if count]
         text.append("\n".join(rows))
@@ -114,8 +115,8 @@ def count_stages(lines: Iterable[str]) -> dict[str, int]:
         stack, _, count = line.rpartition(" ")
         if "fp8fs-worker" not in stack or not count.isdigit():
             continue
-        leaf = re.match(r"[\w<>]+", stack.split(";")[-1])
-        name = leaf[0] if leaf else ""
+        leaf = re.match(r"[^ ]*?([\w<>]+) \(", stack.split(";")[-1])  # Class.method (file:line)
+        name = leaf[1] if leaf else ""
         stage = next((stage for stage, leaves in STAGES if name in leaves), _OTHER)
         counts[stage] += int(count)
     return counts
