@@ -33,10 +33,17 @@ def build_tree(
 
     A weight with NaN or Inf stops its shard; it is recorded as kept, the view is planned again, and the
     rest goes on. *note* is told of each such weight. Resumable at any point.
+    Raises: what ``assemble`` raises, NothingQuantizedError if no weight becomes FP8.
     """
     while True:
         with assemble(
-            src, recipe, store_root, device=device, workers=workers, need_store=True
+            src,
+            recipe,
+            store_root,
+            device=device,
+            workers=workers,
+            need_store=True,
+            allow_unquantized=False,
         ) as assembled:
             if (store := assembled.survey.store) is not None:
                 check_room(assembled.survey.plan, store)

@@ -121,6 +121,7 @@ def test_a_model_without_fp8_needs_a_word(fp8fs: Fp8fs, place: Path) -> None:
     assert not dst.exists()
     nothing_left(place)
     refused(fp8fs.run("run", src, *keep, "--", "ls", "{}", code=12), "--allow-unquantized")
+    refused(fp8fs.run("build", src, *keep, code=12), "--allow-unquantized")
     fp8fs.run("mount", src, dst, *keep, "--allow-unquantized")
     for path in src.glob("*.safetensors"):
         assert (dst / path.name).read_bytes() == path.read_bytes()
