@@ -288,7 +288,7 @@ def assemble(
             why = store.why_not if store is not None else found.why_no_store
             raise StoreFullError(f"the store cannot be written: {why}", hint="--store ROOT")
         keeper: TreeKeeper | None = None
-        warnings: list[str] = []
+        warnings = _store_warnings(found, asked=store_root is not None)
         if store is not None:
             with suppress(StoreError):  # a read-only store is never collected by us
                 pin = store.pin(found.plan.plan_id)
@@ -370,6 +370,12 @@ def _finished_tree(found: Survey) -> Tree | None:
     except StoreError as err:
         log.warning("%s", err)
         return None
+
+
+def _store_warnings(found: Survey, *, asked: bool) -> list[str]:
+    """One line if a store was *asked* for and nothing can be kept in it."""
+    why = found.store.why_not if found.store is not None else found.why_no_store
+    return [f"nothing is kept: the store cannot be written: {why}"] if asked and why else []
 
 
 def _prepared_tree(

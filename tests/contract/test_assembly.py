@@ -209,6 +209,7 @@ def test_without_a_store_a_view_is_served_all_the_same(src: Path, tmp_path: Path
         fp8fs.build(src, store=blocked / "store")
     with assemble(src, Recipe(), blocked / "store", device="cpu") as assembled:
         assert assembled.tree is None
+        assert any("nothing is kept" in line for line in assembled.warnings)
         view = assembled.view(serve="handoff", grain="shard", bound=False)
         assert not view.handoff
         name = assembled.survey.plan.shards[0].path
