@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +33,7 @@ def default_workers() -> int:
     return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-class Work:
+class Work(ABC):
     """A source of tasks. All its methods run with the pool's lock held, so they only decide.
 
     ``finished``: no task will come from it any more; the pool forgets it.
@@ -42,9 +43,9 @@ class Work:
         self.priority = priority
         self.finished = False
 
+    @abstractmethod
     def take(self) -> Task | None:
         """The next task, or None if there is none now."""
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """The pool closes: let waiters go."""

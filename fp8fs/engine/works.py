@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -63,21 +64,21 @@ class _ShardWork(Work):
         super().abandon()
         self.outcome.finish(closing_error())
 
+    @abstractmethod
     def _settled(self) -> bool:
         """Whether all is done already; finishes if so."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _wanted(self) -> Iterable[int]:
         """The claims to make; the shard is open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _units(self, claim: int) -> Iterable[int]:
         """The units to make of a claim."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _after_claims(self) -> Task | None:
         """What to do once no claim can be taken."""
-        raise NotImplementedError
 
     def _next_claim(self) -> Task | None:
         state = self.state
