@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
-import reference_fp8
+import missing_ops
 import torch
 
 HEAD_DIM = 128  # a multiple of the block size, so that block scales of q, k and v do not straddle
@@ -76,7 +76,7 @@ def bring_up() -> None:
     _give_platform_a_cpu()
     _let_gloo_gather_fp8()
     _stand_in_for_cosmos3()
-    _fill_missing_fp8_ops()
+    missing_ops.fill()
 
 
 def _give_platform_a_cpu() -> None:
@@ -121,30 +121,6 @@ def _stand_in_for_cosmos3() -> None:
     module.Cosmos3VFMTransformer = type("Cosmos3VFMTransformer", (torch.nn.Module,), {})
     sys.modules.setdefault(package.__name__, package)
     sys.modules.setdefault(module.__name__, module)
-
-
-def _fill_missing_fp8_ops() -> None:
-    """vLLM's CPU build has placeholders for the FP8 quantization operators: give them the reference's numbers."""
-    import vllm._custom_ops as ops
-
-    def scaled_fp8_quant(
-        input: torch.Tensor,  # noqa: A002  (the name that the engine passes)
-        scale: torch.Tensor | None = None,
-        num_token_padding: int | None = None,
-        scale_ub: torch.Tensor | None = None,
-        use_per_token_if_dynamic: bool = False,
-        output: torch.Tensor | None = None,
-        group_shape: tuple[int, int] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if scale is not None:
-            return reference_fp8.cast_with_scale(input, scale), scale
-        return (
-            reference_fp8.per_channel(input)
-            if use_per_token_if_dynamic
-            else reference_fp8.per_tensor(input)
-        )
-
-    ops.scaled_fp8_quant = scaled_fp8_quant
 
 
 def join_group(rank: int, world: int, port: int) -> None:

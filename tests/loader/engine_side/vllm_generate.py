@@ -15,37 +15,13 @@ PROMPTS = ("Hello world", "The quick brown fox", "0123456789")
 NEW_TOKENS = 12
 
 
-def fill_missing_fp8_ops() -> None:
-    """vLLM's CPU build has placeholders for per-tensor FP8: give them the reference's numbers, in this process only."""
-    import reference_fp8
-    import torch
-    import vllm._custom_ops as ops
-
-    def scaled_fp8_quant(
-        input: torch.Tensor,  # noqa: A002  (the name that the engine passes)
-        scale: torch.Tensor | None = None,
-        num_token_padding: int | None = None,
-        scale_ub: torch.Tensor | None = None,
-        use_per_token_if_dynamic: bool = False,
-        output: torch.Tensor | None = None,
-        group_shape: tuple[int, int] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if scale is not None:
-            return reference_fp8.cast_with_scale(input, scale), scale
-        return (
-            reference_fp8.per_channel(input)
-            if use_per_token_if_dynamic
-            else reference_fp8.per_tensor(input)
-        )
-
-    ops.scaled_fp8_quant = scaled_fp8_quant
-
-
 def main(options: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     if options.shim:
-        fill_missing_fp8_ops()
+        import missing_ops
+
+        missing_ops.fill()
     if options.kernel:
         import cuda_kernels
 
