@@ -11,20 +11,19 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from fp8fs.core.recipe import Recipe
 from fp8fs.engine import EngineStats
 from fp8fs.errors import NotMountedError, UsageError
+from fp8fs.signals import Ended, handling, ignore, undisturbed, unwinding
 
 __all__ = ["build", "mounted", "run_command"]
 
 StrPath = str | os.PathLike[str]
-_Handler = Callable[[int, FrameType | None], None]
 
 _COMMAND_END_S = 10.0
 """What a command gets to end by itself once we were told to."""
@@ -109,12 +108,12 @@ def mounted(
     # Its other end is the server's: if this process ends in whatever way, the server sees it and unmounts.
     lifeline, ours = os.pipe2(os.O_CLOEXEC)
     try:
-        with _signals_raise():
+        with unwinding():
             found = session.mount(spec, lifeline=lifeline)
             try:
                 yield Path(found.dst)
             finally:
-                with _undisturbed(), suppress(NotMountedError):  # somebody was quicker
+                with undisturbed(), suppress(NotMountedError):  # somebody was quicker
                     session.unmount(found.dst, lazy=True)
     finally:
         os.close(ours)
@@ -191,22 +190,17 @@ def run_command(command: Sequence[str]) -> int:
     def end(number: int, frame: FrameType | None) -> None:
         told.append(number)
         if child is not None:  # raised while the command is being started, it would leave it behind
-            raise _Ended(128 + number)
+            raise Ended(number)
 
-    handlers: dict[signal.Signals, _Handler] = {signal.SIGTERM: end, signal.SIGHUP: end}
-    if (
-        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    ):  # else the command has to ignore it, too
-        # No exception here: inside of wait, it could lose the command's exit code.
-        handlers[signal.SIGINT] = _ignore
-    with _handling(handlers):
+    # No exception at Ctrl-C: inside of wait, it could lose the command's exit code.
+    with handling({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: ignore}):
         try:
             child = subprocess.Popen(list(command))
             if told:
-                raise _Ended(128 + told[0])
+                raise Ended(told[0])
             code = child.wait()
         except BaseException:
-            with _undisturbed():
+            with undisturbed():
                 if child is not None:
                     _end_command(child)
             raise
@@ -219,43 +213,3 @@ def _end_command(child: subprocess.Popen[bytes]) -> None:
         child.wait(_COMMAND_END_S)
     child.kill()
     child.wait()
-
-
-class _Ended(SystemExit):
-    """A signal asked this process to end; unwinding unmounts first."""
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like an exception, so that nothing stays mounted. Main thread only."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Ended(128 + number)
-
-    with _handling({signal.SIGTERM: end, signal.SIGHUP: end}):
-        yield
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No further signal breaks off what is being cleaned up; it takes seconds at most."""
-    with _handling(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), _ignore)):
-        yield
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """A signal that others handle, or that has said it all before."""
-
-
-@contextmanager
-def _handling(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """These handlers inside, the old ones after. Outside of the main thread whoever owns it handles signals."""
-    try:
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    except ValueError:
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

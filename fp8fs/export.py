@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from fp8fs.errors import StoreFullError, UsageError
+from fp8fs.staging import staging
 
 __all__ = ["check_target", "export_tree"]
 
@@ -23,13 +22,24 @@ def check_target(target: Path, src: Path) -> None:
     if os.path.lexists(target):
         if target.is_symlink() or not target.is_dir():
             raise UsageError(f"{target} is not a directory", hint="choose a new directory")
-        if any(target.iterdir()):
+        if _holds_something(target):
             raise UsageError(f"{target} is not empty", hint="choose a new or an empty directory")
+        if target.is_mount():
+            raise _mount_point(target)
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
     inside, source = target.resolve(), src.resolve()
     if inside == source or source in inside.parents:
         raise UsageError(f"{target} is inside SRC {src}", hint="choose a place outside of it")
+
+
+def _holds_something(target: Path) -> bool:
+    try:
+        return any(target.iterdir())
+    except OSError as err:
+        raise UsageError(
+            f"{target} cannot be listed: {err.strerror}", hint="choose a new directory"
+        ) from err
 
 
 def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | None = None) -> None:
@@ -41,20 +51,18 @@ def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | N
     """
     target = target.absolute()
     try:
-        stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
+        with staging(target.parent) as stage:
+            copy = stage / "copy"
+            copy.mkdir(0o700)
+            _copy_directory(tree, copy, progress or (lambda step: None), top=True)
+            os.rename(
+                copy, target
+            )  # over an empty directory too, never over what appeared meanwhile
+            _sync(target.parent)
     except OSError as err:
-        raise _cannot_write(target.parent, err) from err
-    try:
-        _copy_directory(tree, stage, progress or (lambda step: None), top=True)
-        if target.is_dir():
-            target.rmdir()  # empty, or rename refuses what appeared meanwhile
-        stage.rename(target)
-        _sync(target.parent)
-    except OSError as err:
+        if err.errno == errno.EBUSY:
+            raise _mount_point(target) from err
         raise _cannot_write(target, err) from err
-    finally:
-        if stage.exists():
-            _remove(stage)
 
 
 def _copy_directory(
@@ -144,14 +152,16 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _remove(stage: Path) -> None:
-    """Nothing half-written stays."""
-    for directory, _, _ in os.walk(stage):
-        with suppress(OSError):
-            os.chmod(directory, 0o700)
-    shutil.rmtree(stage, ignore_errors=True)
+def _mount_point(target: Path) -> UsageError:
+    return UsageError(
+        f"{target} is a mount point, and a finished copy cannot take its place",
+        hint=f"choose a new directory in it, as {target / 'model'}",
+    )
 
 
 def _cannot_write(place: Path, err: OSError) -> StoreFullError:
     what = err.strerror or str(err)
-    return StoreFullError(f"{place} cannot be written: {what}", hint="check space and rights")
+    where = f" ({os.fsdecode(err.filename)})" if isinstance(err.filename, str | bytes) else ""
+    return StoreFullError(
+        f"{place} cannot be written: {what}{where}", hint="check space and rights"
+    )

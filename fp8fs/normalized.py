@@ -8,8 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +43,7 @@ from fp8fs.errors import (
     StoreFullError,
     UsageError,
 )
+from fp8fs.staging import staging
 
 __all__ = ["Looked", "build_normalized", "look", "looks_normalized"]
 
@@ -153,16 +152,17 @@ def build_normalized(
     with survey(src, full, store_root) as found:
         component, profile = _transformer(found)
         artifact = plan_artifact(found.plan, component, profile)
-        stage = _make_stage(place)
         try:
-            _write(found, artifact, files, stage)
-            if _source_files(paths) != files:
-                raise SourceChangedError(f"{src} changed while it was read", hint="build again")
-            _publish(stage, place, files)
+            place.parent.mkdir(exist_ok=True)
+            with staging(place.parent) as stage:
+                made = stage / "cache"
+                made.mkdir(0o700)
+                _write(found, artifact, files, made)
+                if _source_files(paths) != files:
+                    raise SourceChangedError(f"{src} changed while it was read", hint="build again")
+                _publish(made, place, files)
         except OSError as err:
             raise _cannot_write(place, err) from err
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
     return place
 
 
@@ -202,14 +202,6 @@ def _check_target(target: Path, src: Path) -> None:
         )
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
-
-
-def _make_stage(place: Path) -> Path:
-    try:
-        place.parent.mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{place.name}.tmp-", dir=place.parent))
-    except OSError as err:
-        raise _cannot_write(place.parent, err) from err
 
 
 def _write(found: Survey, artifact: Artifact, files: list[SourceFile], stage: Path) -> None:
@@ -280,14 +272,14 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _publish(stage: Path, place: Path, files: list[SourceFile]) -> None:
-    """*place* is a valid artifact: *stage*, or another publisher's of the same source.
+def _publish(made: Path, place: Path, files: list[SourceFile]) -> None:
+    """*place* is a valid artifact: *made*, or another publisher's of the same source.
 
     A stale one is moved aside first; between the two renames a reader finds nothing, which is a miss like another.
     """
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
-            os.rename(stage, place)
+            os.rename(made, place)
         except OSError as err:
             if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -296,16 +288,9 @@ def _publish(stage: Path, place: Path, files: list[SourceFile]) -> None:
             return
         if _is_hit(place, files):
             return
-        _set_aside(place)
+        with suppress(FileNotFoundError):  # another publisher was faster
+            os.rename(place, made.parent / f"stale-{attempt}")
     raise StoreBusyError(f"{place} is replaced by others again and again", hint="build again")
-
-
-def _set_aside(place: Path) -> None:
-    """What was at *place* is gone from there; another publisher may have been faster."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.tmp-", dir=place.parent))
-    with suppress(FileNotFoundError):
-        os.rename(place, aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _cannot_write(place: Path, err: OSError) -> StoreFullError:

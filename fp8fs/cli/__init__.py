@@ -22,7 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     line, and the process ends here.
     """
     if argv is None:
-        _leave(_run(sys.argv[1:]))
+        from fp8fs.signals import unwinding
+
+        with unwinding():
+            code = _run(sys.argv[1:])
+        _leave(code)
     return _run(list(argv or ()))
 
 
@@ -39,6 +43,7 @@ def _leave(code: int) -> NoReturn:
 def _run(arguments: list[str]) -> int:
     from fp8fs.cli import status
     from fp8fs.errors import Fp8fsError
+    from fp8fs.signals import Ended
 
     try:
         if (request := status.quick_request(arguments)) is not None:
@@ -54,6 +59,8 @@ def _run(arguments: list[str]) -> int:
         return err.exit
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Ended as end:
+        return end.exit
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more; the interpreter must not complain at exit
         return EXIT_BROKEN_PIPE

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,7 @@ import pytest
 from fp8fs import export
 from fp8fs.errors import StoreFullError, UsageError
 from fp8fs.export import check_target, export_tree
+from tests.builders import llama_like
 
 
 @pytest.fixture
@@ -103,3 +109,90 @@ def test_unfit_targets_are_refused_before_any_work(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             check_target(tmp_path / target, src)
     check_target(tmp_path / "new", src)
+
+
+def test_a_mount_point_is_refused_by_name(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy cannot take a mount point's place: said before any work, and after it if only rename tells."""
+    target = tmp_path / "mnt"
+    target.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_mount", lambda self: self == target)
+        with pytest.raises(UsageError, match="is a mount point"):
+            check_target(target, tmp_path / "src")
+
+    def busy(*args: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(export.os, "rename", busy)
+    with pytest.raises(UsageError, match="is a mount point"):
+        export_tree(tree, target)
+    assert list(target.iterdir()) == []
+    assert staged(tmp_path) == []
+
+
+SLOW = """
+import signal, sys, time
+from fp8fs import cli, export
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells start with it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+export._copy_bytes = lambda *arguments: time.sleep(60)
+cli.main()
+"""
+
+
+def staged(place: Path) -> list[Path]:
+    """What is being made beside a target."""
+    return [path for path in place.iterdir() if ".tmp-" in path.name]
+
+
+def slow_export(tmp_path: Path, target: Path) -> subprocess.Popen[bytes]:
+    """``fp8fs build --to`` that has begun to copy, and goes on for a minute."""
+    if not (tmp_path / "src").exists():
+        llama_like(tmp_path / "src")
+    before = set(staged(tmp_path))
+    words = ["build", tmp_path / "src", "--to", target, "--store", tmp_path / "store"]
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *words], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not any(any(path.glob("copy/*")) for path in set(staged(tmp_path)) - before):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_nothing_half_made(tmp_path: Path, number: signal.Signals) -> None:
+    """Whichever signal ends ``build --to``: no staging, no target, 128 + N, no traceback."""
+    process = slow_export(tmp_path, tmp_path / "copy")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (128 + number, b"")
+    assert staged(tmp_path) == []
+    assert not (tmp_path / "copy").exists()
+
+
+def test_leftovers_of_the_killed_go_and_those_of_the_living_stay(
+    tree: Path, tmp_path: Path
+) -> None:
+    """The next export beside it removes what a killed one left; never what a live one, another host or user makes."""
+    alive = slow_export(tmp_path, tmp_path / "first")
+    (living,) = staged(tmp_path)
+    killed = slow_export(tmp_path, tmp_path / "second")
+    (dead,) = set(staged(tmp_path)) - {living}
+    killed.kill()
+    killed.communicate()
+    elsewhere = tmp_path / ".fp8fs.tmp-0123456789abcdef"
+    elsewhere.mkdir()
+    (elsewhere / "lock").write_text("another host")
+    mine = tmp_path / ".fp8fs.tmp-mine"
+    mine.mkdir()
+    try:
+        export_tree(tree, tmp_path / "third")
+        assert set(staged(tmp_path)) == {living, elsewhere, mine}
+        assert not dead.exists()
+    finally:
+        alive.terminate()
+        alive.communicate()
+    check_copy(tree, tmp_path / "third")
