@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from fp8fs.core.checkpoint import Component
 from fp8fs.core.dtypes import QUANTIZABLE
+from fp8fs.core.extra_layers import ExtraLayers
 from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.recipe import Decision, Recipe
 from fp8fs.core.rules import Numbers, Rule, Ruling, split_numbers
@@ -57,7 +58,7 @@ def select(
     sets = _Alike(names, verdicts)
     override = _Overrides(component, recipe)
     judge = _Judge(rule)
-    mtp = _mtp_prefixes(component.config)
+    extra = ExtraLayers(component.config)
     for path in component.shards:
         for name, entry in headers[path].tensors.items():
             if len(entry.shape) == 2 and name.endswith(_SUFFIX):
@@ -66,7 +67,7 @@ def select(
                 why = _unfit(entry)
                 if why and (ruling.quantize or entry.dtype not in QUANTIZABLE):
                     verdict = (False, why)
-                elif mtp and ruling.quantize and name.startswith(mtp):
+                elif ruling.quantize and extra.holds(name):
                     verdict = (False, "MTP layer")
                 # Every 2-D weight counts as a member, excluded or not: one kept member keeps its partners.
                 sets.add(len(names), ruling, judge.numbers, entry.shape[1])
@@ -165,15 +166,6 @@ class _Judge:
             leaf, more = split_numbers(leaf)
             self.numbers = (*self._head_numbers, *more)
         return self._rule.judge(self._head + leaf, self.numbers)
-
-
-def _mtp_prefixes(config: Mapping[str, object] | None) -> tuple[str, ...]:
-    """Name prefixes of next-token prediction layers that are numbered on behind the last real layer."""
-    config = config or {}
-    count, real = config.get("num_nextn_predict_layers"), config.get("num_hidden_layers")
-    if not isinstance(count, int) or not isinstance(real, int) or not 0 < count <= 64:
-        return ()
-    return tuple(f"model.layers.{layer}." for layer in range(real, real + count))
 
 
 _PARTNER = "group partner of"

@@ -27,7 +27,9 @@ EXCLUSIONS = (
     Exclusion("", r"(^|\.)lm_head$", "output head"),
     Exclusion("", r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings)$", "embedding"),
     Exclusion(
-        "", r"(^|\.)(mlp|block_sparse_moe|moe|feed_forward)\.(gate|router)$", "expert router"
+        "",
+        r"(^|\.)(mlp|block_sparse_moe|moe|ffn|feed_forward)\.(gate|router)(\.|$)",
+        "expert router",
     ),
     Exclusion("", r"(^|\.)(router|shared_expert_gate)(\.|$)", "expert router"),
     Exclusion(
@@ -38,7 +40,7 @@ EXCLUSIONS = (
     Exclusion(
         "transformers", r"(^|\.)(audio_tower|audio_model|audio_\w*projector)\.", "audio tower"
     ),
-    Exclusion("transformers", r"(^|\.)mtp\.", "multi-token prediction layer"),
+    Exclusion("transformers", r"(^|[._])(mtp|nextn)[^.]*(\.|$)", "multi-token prediction layer"),
     Exclusion("transformers", r"(^|\.)linear_attn\.in_proj_(ba|a|b)$", "gates of linear attention"),
     Exclusion("diffusers", r"(^|\.)ada_?ln(_|\.|$)", "adaptive norm"),
     Exclusion("diffusers", r"(^|\.)adaLN_modulation(\.|$)", "adaptive norm"),
