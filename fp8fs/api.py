@@ -37,6 +37,7 @@ def _recipe(
     components: Sequence[str],
     keep: Sequence[str],
     quantize: Sequence[str],
+    split_experts: bool,
 ) -> Recipe:
     from fp8fs.assembly import recipe_from
 
@@ -48,6 +49,7 @@ def _recipe(
         components=tuple(components),
         keep=tuple(keep),
         quantize=tuple(quantize),
+        split_experts=split_experts,
     )
 
 
@@ -69,6 +71,7 @@ def mounted(
     components: Sequence[str] = (),
     keep: Sequence[str] = (),
     quantize: Sequence[str] = (),
+    split_experts: bool = False,
     recipe: Recipe | None = None,
     serve: str = "handoff",
     grain: str = "shard",
@@ -97,6 +100,7 @@ def mounted(
             components=components,
             keep=keep,
             quantize=quantize,
+            split_experts=split_experts,
         ),
         serve=serve,
         grain=grain,
@@ -135,6 +139,7 @@ def build(
     components: Sequence[str] = (),
     keep: Sequence[str] = (),
     quantize: Sequence[str] = (),
+    split_experts: bool = False,
     recipe: Recipe | None = None,
     device: str = "auto",
     workers: int = 0,
@@ -163,6 +168,7 @@ def build(
             components=components,
             keep=keep,
             quantize=quantize,
+            split_experts=split_experts,
         ),
         _store(store),
         device=device,

@@ -85,9 +85,17 @@ def recipe_from(
     components: tuple[str, ...] = (),
     keep: tuple[str, ...] = (),
     quantize: tuple[str, ...] = (),
+    split_experts: bool = False,
 ) -> Recipe:
     """A checked recipe. Raises: UsageError."""
-    recipe = Recipe(scheme=scheme, names=names, components=components, keep=keep, quantize=quantize)
+    recipe = Recipe(
+        scheme=scheme,
+        names=names,
+        components=components,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
+    )
     check_recipe(recipe)
     return recipe
 

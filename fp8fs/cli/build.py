@@ -17,6 +17,7 @@ from fp8fs.cli.options import (
     Quantize,
     Quiet,
     Scheme,
+    SplitExperts,
     Src,
     Store,
     Workers,
@@ -49,6 +50,7 @@ def build(
     component: Component = None,
     keep: Keep = None,
     quantize: Quantize = None,
+    split_experts: SplitExperts = False,
     device: Device = "auto",
     workers: Workers = 0,
     as_json: Json = False,
@@ -67,7 +69,12 @@ def build(
     if form not in _FORMS:
         raise UsageError(f'unknown form "{form}"', hint=" or ".join(_FORMS))
     recipe = recipe_of(
-        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+        scheme=scheme,
+        names=names,
+        component=component,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
     )
     with filling(quiet=quiet) as progress:
         if form == "tree":
@@ -108,6 +115,7 @@ def path(
     component: Component = None,
     keep: Keep = None,
     quantize: Quantize = None,
+    split_experts: SplitExperts = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -117,7 +125,12 @@ def path(
 
     output = Output(as_json=as_json, quiet=quiet)
     recipe = recipe_of(
-        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+        scheme=scheme,
+        names=names,
+        component=component,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
     )
     tree = finished_tree(src.expanduser(), recipe, store_root(store))
     if as_json:

@@ -23,6 +23,7 @@ __all__ = [
     "Quiet",
     "Scheme",
     "Serve",
+    "SplitExperts",
     "Src",
     "Store",
     "Workers",
@@ -79,6 +80,15 @@ Quantize = Annotated[
         rich_help_panel="Recipe",
     ),
 ]
+SplitExperts = Annotated[
+    bool,
+    typer.Option(
+        "--split-experts",
+        help="Show experts that are stacked in 3-D tensors as one FP8 weight each, under the names "
+        "that readers know. Default: they stay in the source's dtype.",
+        rich_help_panel="Recipe",
+    ),
+]
 Store = Annotated[
     Path | None,
     typer.Option(
@@ -131,6 +141,7 @@ def recipe_of(
     component: list[str] | None,
     keep: list[str] | None,
     quantize: list[str] | None,
+    split_experts: bool,
 ) -> Recipe:
     """The recipe that the shared options spell. Raises: UsageError."""
     from fp8fs.assembly import recipe_from
@@ -141,6 +152,7 @@ def recipe_of(
         components=tuple(component or ()),
         keep=tuple(keep or ()),
         quantize=tuple(quantize or ()),
+        split_experts=split_experts,
     )
 
 

@@ -16,6 +16,7 @@ from fp8fs.cli.options import (
     Quantize,
     Quiet,
     Scheme,
+    SplitExperts,
     Src,
     Store,
     Workers,
@@ -44,6 +45,7 @@ def plan(
     component: Component = None,
     keep: Keep = None,
     quantize: Quantize = None,
+    split_experts: SplitExperts = False,
     device: Device = "auto",
     workers: Workers = 0,
     as_json: Json = False,
@@ -55,7 +57,12 @@ def plan(
 
     output = Output(as_json=as_json, quiet=quiet)
     recipe = recipe_of(
-        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+        scheme=scheme,
+        names=names,
+        component=component,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
     )
     root = store_root(store)
     findings: list[NonFinite] = []

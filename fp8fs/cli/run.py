@@ -18,6 +18,7 @@ from fp8fs.cli.options import (
     Quiet,
     Scheme,
     Serve,
+    SplitExperts,
     Src,
     Store,
     Workers,
@@ -42,6 +43,7 @@ def run(
     component: Component = None,
     keep: Keep = None,
     quantize: Quantize = None,
+    split_experts: SplitExperts = False,
     serve: Serve = "handoff",
     grain: Grain = "shard",
     device: Device = "auto",
@@ -57,7 +59,12 @@ def run(
     if not any("{}" in word for word in command):
         raise UsageError("no {} in the command", hint="fp8fs run SRC -- CMD {}")
     recipe = recipe_of(
-        scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+        scheme=scheme,
+        names=names,
+        component=component,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
     )
     with mounted(
         src,

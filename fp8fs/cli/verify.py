@@ -16,6 +16,7 @@ from fp8fs.cli.options import (
     Quantize,
     Quiet,
     Scheme,
+    SplitExperts,
     Store,
     Workers,
     recipe_of,
@@ -50,6 +51,7 @@ def verify(
     component: Component = None,
     keep: Keep = None,
     quantize: Quantize = None,
+    split_experts: SplitExperts = False,
     device: Device = "cpu",
     workers: Workers = 0,
     as_json: Json = False,
@@ -73,7 +75,12 @@ def verify(
         adopted: dict[str, str] = {}
     else:
         recipe = recipe_of(
-            scheme=scheme, names=names, component=component, keep=keep, quantize=quantize
+            scheme=scheme,
+            names=names,
+            component=component,
+            keep=keep,
+            quantize=quantize,
+            split_experts=split_experts,
         )
         root = store_root(store)
         adopted = _adopt(place, recipe, root, output) if adopt else {}

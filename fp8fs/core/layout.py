@@ -20,6 +20,7 @@ from fp8fs.core.attributes import ROOT, Owner, strictest
 from fp8fs.core.checkpoint import Checkpoint, Component, SourceEntry
 from fp8fs.core.component_view import ComponentView, FindProfile
 from fp8fs.core.dtypes import FP8, nbytes
+from fp8fs.core.experts import OPTION, experts_note, is_stacked, split_experts
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
 from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
 from fp8fs.core.plan import (
@@ -41,7 +42,7 @@ from fp8fs.core.profiles import find
 from fp8fs.core.recipe import Decision, Recipe, check_recipe, choose_components, shown
 from fp8fs.core.selection import check_patterns
 from fp8fs.core.texts import index_path, view_config, view_index
-from fp8fs.errors import SourceInvalidError
+from fp8fs.errors import SourceInvalidError, UsageError
 
 __all__ = [
     "Cut",
@@ -128,6 +129,8 @@ class _Planner:
             self.notes += [f"{shown(component)}: {said}" for said in component.notes]
         chosen, warnings = choose_components(self.components, self.recipe)
         self.warnings += warnings
+        if self.recipe.split_experts:
+            self._split_experts(chosen)
         check_patterns(self.components, chosen, self.headers, self.recipe)
         for component in self.components:
             if component.path in chosen:
@@ -158,6 +161,28 @@ class _Planner:
             warnings=tuple(self.warnings),
             notes=tuple(self.notes),
         )
+
+    def _split_experts(self, chosen: frozenset[str]) -> None:
+        """Take each expert of the chosen components for a tensor of its own."""
+        stacked = {
+            component.path
+            for component in self.components
+            if component.path in chosen
+            and any(
+                is_stacked(name, entry)
+                for path in component.shards
+                for name, entry in self.headers[path].tensors.items()
+            )
+        }
+        if not stacked:
+            raise UsageError(
+                f"{OPTION}: no component that is quantized has experts in 3-D tensors",
+                hint=f"leave {OPTION} out",
+            )
+        for i, component in enumerate(self.components):
+            if component.path in stacked:
+                self.components[i], headers = split_experts(component, self.headers)
+                self.headers |= headers
 
     # -- components ---------------------------------------------------------------------------------
 
@@ -206,6 +231,8 @@ class _Planner:
         self._write_texts(component, tensors, view.scheme, view.ignored(sources, tensors))
         for warning in view.warnings(decisions, tensors):
             self._warn(component, warning)
+        if note := experts_note(component, self.headers):
+            self.notes.append(f"{shown(component)}: {note}")
 
     def _warn(self, component: Component, warning: str) -> None:
         if warning:
@@ -267,9 +294,10 @@ class _Planner:
             index = len(self.source_shards)
             self.source_shards.append(path)
             self.identities.append(shard.identity)
-            base = shard.header.preamble_bytes
+            header = self.headers[path]
+            base = header.preamble_bytes
             tensors: list[ViewTensor] = []
-            for name, entry in shard.header.tensors.items():
+            for name, entry in header.tensors.items():
                 decision = next(chosen)
                 begin, end = entry.data_offsets
                 size = end - begin

@@ -40,7 +40,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
     ``components``: paths named by --component ("" and "." are the root), empty for the default ones. ``keep`` and ``quantize``: the
     user's globs over tensor names ("component/name" or "name"). ``recorded_keep``: tensors ("component/name", exact) that a
-    scan found non-finite.
+    scan found non-finite. ``split_experts``: experts that are stacked in 3-D tensors are shown as one weight each.
     """
 
     scheme: str = ""
@@ -49,6 +49,7 @@ class Recipe(msgspec.Struct, frozen=True):
     keep: tuple[str, ...] = ()
     quantize: tuple[str, ...] = ()
     recorded_keep: tuple[str, ...] = ()
+    split_experts: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -83,6 +84,9 @@ def recipe_id(recipe: Recipe) -> str:
         sorted(set(recipe.keep)),
         sorted(set(recipe.quantize)),
         sorted(set(recipe.recorded_keep)),
+        *(
+            ["split_experts"] if recipe.split_experts else ()
+        ),  # the ids of all others stay what they were
     ]
     return hashlib.blake2b(json.dumps(facts).encode("ascii"), digest_size=16).hexdigest()
 

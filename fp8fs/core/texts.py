@@ -27,6 +27,8 @@ __all__ = [
 
 _SHARD_NUMBER = re.compile(r"-\d+-of-\d+(?=(\.[^.]+)?$)")
 _WEIGHT = ".weight"
+_EXPERTS = re.compile(r"((?:.+?\.)?experts)\.(?!\d)")
+"""The module of all experts, in the name of a tensor that is not one expert's."""
 _STEMS = {"diffusers": "diffusion_pytorch_model"}
 
 
@@ -44,7 +46,8 @@ def scheme_warning(component: Component, scheme: str) -> str:
 def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> str:
     """Fused layers that are no whole blocks, or "": a part's last blocks would reach into the next part.
 
-    Source: vLLM 0.32 ``validate_fp8_block_shape`` raises for such parts of a merged layer.
+    Source: vLLM 0.32 ``ColumnParallelLinear`` lets them pass its check, and ``adjust_block_scale_shard`` then puts the
+    scales of a part where the rows before it end, rounded up: past the end, or under rows of the part before.
     """
     if scheme not in BLOCK_SCHEMES:
         return ""
@@ -58,7 +61,8 @@ def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> 
         return ""
     return (
         f"{len(uneven)} fused layers have parts whose rows are no multiple of {BLOCK[0]} ({min(uneven)}): "
-        "vLLM may refuse to join their blocks; per_channel and per_tensor have no such limit"
+        "vLLM fails to load them, or reads rows under the scale of their neighbours without a word; "
+        "per_channel and per_tensor have no such limit"
     )
 
 
@@ -138,7 +142,7 @@ def kept_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
     """Modules whose weight stays as it is and that an engine could take for a quantized layer, in source order.
 
     That is every kept ``*.weight`` of two dimensions or more, linear or not; and the ``experts`` module of
-    stacked expert weights, which are named without ".weight".
+    stacked expert weights, which are mostly named without ".weight".
     """
     found: dict[str, None] = {}
     for tensors in shards:
@@ -147,10 +151,10 @@ def kept_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
                 continue
             if tensor.name.endswith(_WEIGHT):
                 found[tensor.name[: -len(_WEIGHT)]] = None
-            else:
-                parent = tensor.name.rpartition(".")[0]
-                if parent == "experts" or parent.endswith(".experts"):
-                    found[parent] = None
+                if len(tensor.shape) != 3:
+                    continue
+            if (experts := _EXPERTS.match(tensor.name)) is not None:
+                found[experts[1]] = None
     return list(found)
 
 

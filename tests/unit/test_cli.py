@@ -20,7 +20,10 @@ from fp8fs.cli.stores import _size
 from fp8fs.errors import MountPointError, UsageError
 from tests.builders import llama_like, wan_like
 
-RECIPE_OPTIONS = {"--scheme", "--names", "--component", "--keep", "--quantize", "--store"}
+RECIPE_OPTIONS = {
+    *("--scheme", "--names", "--component", "--keep", "--quantize", "--split-experts"),
+    "--store",
+}
 
 
 @pytest.fixture(autouse=True)

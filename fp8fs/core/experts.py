@@ -1,0 +1,180 @@
+"""Experts that a checkpoint stacks in one 3-D tensor, and their split into the 2-D weights that readers know as FP8.
+
+    experts.gate_up_proj  [E, 2I, H]  ->  experts.0.gate_proj.weight [I, H], experts.0.up_proj.weight [I, H], ...
+    experts.down_proj     [E, H, I]   ->  experts.0.down_proj.weight [H, I], ...
+
+No scheme covers a 3-D tensor, so by default they stay as they are. Split, each expert is a run of bytes of the tensor:
+everything behind this module takes it for a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from fp8fs.core.checkpoint import Component
+from fp8fs.core.dtypes import QUANTIZABLE
+from fp8fs.core.header import Header, TensorEntry
+from fp8fs.core.text import quoted
+from fp8fs.errors import SourceInvalidError, UsageError
+
+__all__ = ["OPTION", "Leaves", "expert_leaves", "experts_note", "is_stacked", "split_experts"]
+
+OPTION = "--split-experts"
+
+_STACKED = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<leaf>\w+?)(?P<suffix>\.weight)?")
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+class Leaves(NamedTuple):
+    """What readers of a class call one expert's weights."""
+
+    gate: str
+    up: str
+    down: str
+
+
+_USUAL = Leaves("gate_proj", "up_proj", "down_proj")
+_READERS: tuple[tuple[str, Leaves], ...] = (
+    (r"Mixtral|MiniMaxM|MiniMaxFor|Phi-?moe|PhiMoE", Leaves("w1", "w3", "w2")),
+    (r"Qwen\d\w*Moe|Qwen3Next|Deepseek_?V[23]|Glm\w*Moe|Ernie4_5\w*Moe|Olmoe|FlexOlmo", _USUAL),
+    (r"HunYuan|Dots1|ExaoneMoe|SolarOpen|BailingMoe|Jamba|Llama4", _USUAL),
+)
+"""Class names and what an expert's weights are called where a reader takes them one by one: vLLM 0.32's
+``RoutedExperts.load_weights`` and ``get_expert_mapping``, transformers 5's converters from ``experts.*.<leaf>.weight``.
+Of any other class no reader is known to: gpt-oss has its gate and up rows in turns, and biases with them."""
+
+
+def is_stacked(name: str, entry: TensorEntry) -> bool:
+    """Whether a tensor holds one matrix for each expert of a layer."""
+    return (
+        len(entry.shape) == 3
+        and entry.dtype in QUANTIZABLE
+        and _STACKED.fullmatch(name) is not None
+    )
+
+
+def expert_leaves(class_name: str) -> Leaves | None:
+    """What one expert's weights are called in checkpoints of a class; None if no reader is known to take them so."""
+    return next((leaves for words, leaves in _READERS if re.search(words, class_name)), None)
+
+
+def experts_note(component: Component, headers: Mapping[str, Header]) -> str:
+    """What is done with stacked experts by default, in one line; "" if there are none."""
+    stacked = [name for name, _ in _stacked_of(component, headers)]
+    if not stacked:
+        return ""
+    more = f" ({quoted(stacked[0])} and others)" if len(stacked) > 1 else f" ({quoted(stacked[0])})"
+    what = "tensors hold" if len(stacked) > 1 else "tensor holds"
+    advice = (
+        f"{OPTION} shows each expert as FP8 of its own"
+        if expert_leaves(component.class_name) is not None
+        else f"no reader of {component.class_name or 'this model'} is known to take them one by one"
+    )
+    return f"{len(stacked)} {what} experts in 3-D{more}, kept in the source's dtype: {advice}"
+
+
+def split_experts(
+    component: Component, headers: Mapping[str, Header]
+) -> tuple[Component, dict[str, Header]]:
+    """The component with one weight for each expert and part, and its shards' headers; both as if it were stored so.
+
+    Raises: UsageError for a class whose readers take no such names, or experts stored [E, in, out];
+    SourceInvalidError for shapes that do not go together, or a name that is taken.
+    """
+    leaves = expert_leaves(component.class_name)
+    if leaves is None:
+        raise UsageError(
+            f"{OPTION}: no reader of {component.class_name or 'this model'} is known to take its experts one by one",
+            hint=f"leave {OPTION} out: they stay in the source's dtype",
+        )
+    entries = dict(_stacked_of(component, headers))
+    taken = component.weight_map
+    weight_map = dict(taken)
+    split: dict[str, Header] = {}
+    for path in component.shards:
+        header = headers[path]
+        tensors: dict[str, TensorEntry] = {}
+        for name, entry in header.tensors.items():
+            if name not in entries:
+                tensors[name] = entry
+                continue
+            where = weight_map.pop(name, path)
+            for part, piece in _parts(name, entry, leaves, entries):
+                if part in taken:
+                    raise SourceInvalidError(
+                        f"{path}: tensor {quoted(part)} exists already, beside {quoted(name)}",
+                        hint=f"leave {OPTION} out",
+                        tensor=part,
+                    )
+                tensors[part] = piece
+                weight_map[part] = where
+        split[path] = msgspec.structs.replace(header, tensors=tensors)
+    return msgspec.structs.replace(component, weight_map=weight_map), split
+
+
+def _stacked_of(
+    component: Component, headers: Mapping[str, Header]
+) -> Iterator[tuple[str, TensorEntry]]:
+    for path in component.shards:
+        for name, entry in headers[path].tensors.items():
+            if is_stacked(name, entry):
+                yield name, entry
+
+
+def _parts(
+    name: str, entry: TensorEntry, leaves: Leaves, stacked: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Each expert's weights that one tensor holds, in the order of their bytes."""
+    found = _STACKED.fullmatch(name)
+    leaf = found["leaf"] if found else ""
+    base, suffix = (found["experts"], found["suffix"] or "") if found else ("", "")
+    if leaf not in (_GATE_UP, _DOWN):
+        raise _unknown(name, entry, "is no gate_up_proj and no down_proj")
+    other = stacked.get(f"{base}.{_DOWN if leaf == _GATE_UP else _GATE_UP}{suffix}")
+    if other is None:
+        raise _unknown(name, entry, "has no counterpart")
+    (gate_up, down) = (entry, other) if leaf == _GATE_UP else (other, entry)
+    _check_shapes(name, entry, gate_up.shape, down.shape)
+    names = (leaves.gate, leaves.up) if leaf == _GATE_UP else (leaves.down,)
+    count, rows, cols = entry.shape
+    rows //= len(names)
+    size = entry.nbytes // (count * len(names)) if count else 0
+    begin = entry.data_offsets[0]
+    for expert in range(count):
+        for part in names:
+            offsets = (begin, begin + size)
+            yield f"{base}.{expert}.{part}.weight", TensorEntry(entry.dtype, (rows, cols), offsets)
+            begin += size
+
+
+def _check_shapes(
+    name: str, entry: TensorEntry, gate_up: tuple[int, ...], down: tuple[int, ...]
+) -> None:
+    """Accept experts whose matrices are stored [out, in]."""
+    count, hidden, inner = down
+    if gate_up == (count, 2 * inner, hidden):
+        return
+    _, inner, hidden = down
+    if gate_up == (count, hidden, 2 * inner):
+        raise UsageError(
+            f"{OPTION}: {quoted(name)} holds its experts as [in, out], which no run of bytes gives as [out, in]",
+            hint=f"leave {OPTION} out: they stay in the source's dtype",
+            tensor=name,
+        )
+    raise _unknown(name, entry, f"does not go with its counterpart: {_shapes(gate_up, down)}")
+
+
+def _shapes(gate_up: Iterable[int], down: Iterable[int]) -> str:
+    return f"{_GATE_UP} is {list(gate_up)}, {_DOWN} {list(down)}"
+
+
+def _unknown(name: str, entry: TensorEntry, why: str) -> SourceInvalidError:
+    return SourceInvalidError(
+        f"{OPTION}: {quoted(name)} {list(entry.shape)} {why}",
+        hint=f"leave {OPTION} out: it stays in the source's dtype",
+        tensor=name,
+    )
