@@ -21,7 +21,7 @@ from fp8fs.engine import EngineStats
 from fp8fs.errors import NotMountedError, UsageError
 from fp8fs.signals import Ended, handling, ignore, undisturbed, unwinding
 
-__all__ = ["build", "mounted", "run_command"]
+__all__ = ["build", "check_command", "mounted", "run_command"]
 
 StrPath = str | os.PathLike[str]
 
@@ -182,14 +182,19 @@ def build(
     return target.absolute()
 
 
-def run_command(command: Sequence[str]) -> int:
+def check_command(program: str) -> None:
+    """Raises: UsageError if there is no such command."""
+    if shutil.which(program) is None:
+        raise UsageError(f'no command "{program}"', hint="is it installed, and on PATH?")
+
+
+def run_command(command: Sequence[str], *, stdout: int | None = None) -> int:
     """Run *command* to its end and return its exit code (128 + N if signal N ended it).
 
-    Ctrl-C reaches the command by the terminal itself; we wait for its end. Raises: UsageError if it
-    cannot be started.
+    *stdout*: a descriptor for what it prints. Ctrl-C reaches the command by the terminal itself; we wait for its end.
+    Raises: UsageError if it cannot be started.
     """
-    if shutil.which(command[0]) is None:
-        raise UsageError(f'no command "{command[0]}"', hint="is it installed, and on PATH?")
+    check_command(command[0])
     child: subprocess.Popen[bytes] | None = None
     told: list[int] = []
 
@@ -201,7 +206,7 @@ def run_command(command: Sequence[str]) -> int:
     # No exception at Ctrl-C: inside of wait, it could lose the command's exit code.
     with handling({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGINT: ignore}):
         try:
-            child = subprocess.Popen(list(command))
+            child = _start(command, stdout)
             if told:
                 raise Ended(told[0])
             code = child.wait()
@@ -211,6 +216,15 @@ def run_command(command: Sequence[str]) -> int:
                     _end_command(child)
             raise
     return code if code >= 0 else 128 - code
+
+
+def _start(command: Sequence[str], stdout: int | None) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(list(command), stdout=stdout)
+    except OSError as err:
+        raise UsageError(
+            f'"{command[0]}" cannot be run: {err.strerror}', hint="a script needs its #! line"
+        ) from err
 
 
 def _end_command(child: subprocess.Popen[bytes]) -> None:

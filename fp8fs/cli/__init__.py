@@ -53,9 +53,9 @@ def _run(arguments: list[str]) -> int:
 
         return run_app(arguments)
     except Fp8fsError as err:
-        from fp8fs.cli.output import report_error
+        from fp8fs.cli.output import own_words, report_error
 
-        report_error(err, as_json=_wants_json(arguments))
+        report_error(err, as_json="--json" in own_words(arguments))
         return err.exit
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -69,9 +69,3 @@ def _run(arguments: list[str]) -> int:
 
         traceback.print_exc()
         return EXIT_BUG
-
-
-def _wants_json(arguments: Sequence[str]) -> bool:
-    """Whether ``--json`` was among our own options (what follows "--" belongs to ``run``'s command)."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    return "--json" in own

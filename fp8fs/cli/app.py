@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,11 +12,13 @@ from fp8fs.cli.build import build, path
 from fp8fs.cli.doctor import doctor
 from fp8fs.cli.mount import mount, unmount
 from fp8fs.cli.options import Json, Quiet
+from fp8fs.cli.output import own_words
 from fp8fs.cli.plan import plan
 from fp8fs.cli.run import run
 from fp8fs.cli.status import Request, show
 from fp8fs.cli.stores import gc, ls, rm
 from fp8fs.cli.verify import verify
+from fp8fs.errors import UsageError
 
 __all__ = ["app", "run_app"]
 
@@ -61,20 +63,34 @@ def status(
     show(Request(dst=dst, as_json=as_json))
 
 
-for command in (mount, unmount, plan, build, path, status, verify, ls, rm, gc, doctor):
+for command in (mount, unmount, plan, build, path, status, verify, ls, rm, gc, doctor, run):
     app.command()(command)
 app.command("umount", hidden=True)(unmount)
-app.command(context_settings={"ignore_unknown_options": True})(run)
+
+_PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""The parser's UsageError, which typer has from click, or in newer versions from a copy of its own."""
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Run one command line. Fp8fsError passes through; usage mistakes print themselves and give 2."""
-    quiet = {"--quiet", "-q"} & set(arguments)
+    """Run one command line. Raises: Fp8fsError, UsageError too for what the parser does not understand."""
+    quiet = {"--quiet", "-q"} & set(own_words(arguments))
     logging.basicConfig(
         level=logging.ERROR if quiet else logging.WARNING, format="%(levelname)s: %(message)s"
     )
     try:
-        app(args=list(arguments), prog_name="fp8fs")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
+        code = app(args=list(arguments or ["--help"]), prog_name="fp8fs", standalone_mode=False)
+    except _PARSER_ERROR as err:
+        raise _usage_error(err) from err
+    if not arguments:
+        return UsageError.exit
+    return code if isinstance(code, int) else 0
+
+
+def _usage_error(err: Any) -> UsageError:
+    """The parser's complaint as one of ours: one line, the command's help as the hint."""
+    command = err.ctx.command_path if err.ctx is not None else "fp8fs"
+    said = str(err.format_message()).rstrip(".")
+    hint = f"{command} --help"
+    if command == "fp8fs run":
+        hint += "; options of CMD come after --: fp8fs run SRC -- CMD {}"
+    return UsageError(said[:1].lower() + said[1:], hint=hint)

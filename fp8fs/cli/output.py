@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from fp8fs.errors import Fp8fsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Output", "format_bytes", "format_duration", "printable", "report_error"]
+__all__ = ["Output", "format_bytes", "format_duration", "own_words", "printable", "report_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class Output:
 
         width = 200 if wide and not sys.stdout.isatty() else None
         return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def own_words(arguments: Sequence[str]) -> Sequence[str]:
+    """The part of a command line that is ours: what follows "--" belongs to ``run``'s command."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def report_error(err: Fp8fsError, *, as_json: bool) -> None:

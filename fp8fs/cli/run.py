@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from fp8fs.cli.options import (
     Component,
     Device,
     Grain,
+    Json,
     Keep,
     Names,
     Quantize,
@@ -50,14 +52,22 @@ def run(
     workers: Workers = 0,
     allow_other: AllowOther = False,
     allow_unquantized: AllowUnquantized = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Mount SRC, run CMD with {} replaced by the mount, unmount; exit with CMD's code."""
-    from fp8fs.api import mounted, run_command
+    """Mount SRC, run CMD with {} replaced by the mount, unmount; exit with CMD's code.
+
+    With --json what CMD prints goes to stderr, and its code is in the document.
+    """
+    from fp8fs.api import check_command, mounted, run_command
+    from fp8fs.cli.output import Output
     from fp8fs.errors import UsageError
 
+    output = Output(as_json=as_json, quiet=quiet)
     if not any("{}" in word for word in command):
         raise UsageError("no {} in the command", hint="fp8fs run SRC -- CMD {}")
+    if "{}" not in command[0]:
+        check_command(command[0])
     recipe = recipe_of(
         scheme=scheme,
         names=names,
@@ -77,5 +87,8 @@ def run(
         allow_other=allow_other,
         allow_unquantized=allow_unquantized,
     ) as dst:
-        code = run_command([word.replace("{}", str(dst)) for word in command])
+        words = [word.replace("{}", str(dst)) for word in command]
+        code = run_command(words, stdout=sys.stderr.fileno() if as_json else None)
+    if as_json:
+        output.document({"src": str(src), "dst": str(dst), "command": words, "exit": code})
     raise typer.Exit(code)

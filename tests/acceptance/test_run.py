@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -33,6 +34,35 @@ def test_run_gives_the_commands_code_and_unmounts(
     )
     assert '"weight_block_size"' in done.stdout
     assert "weight_block_size" in (place / "c").read_text()
+    assert mounts_of(src) == []
+
+
+def test_run_as_json_is_one_document(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """With --json stdout holds the document alone: what the command prints goes to stderr, its --json is its own."""
+    src = checkpoint("llama")
+    done = fp8fs.run("run", src, "--json", "--", "sh", "-c", "ls {}; exit 3", "--json", code=3)
+    said = json.loads(done.stdout)
+    assert (said["src"], said["exit"], said["command"][0]) == (str(src), 3, "sh")
+    assert said["dst"] in said["command"][2]
+    assert "config.json" in done.stderr
+    empty = place / "empty"
+    empty.mkdir()
+    refused = fp8fs.run("run", empty, "--json", "--", "ls", "{}", code=10)
+    assert json.loads(refused.stdout)["error"]["code"] == "source.invalid"
+
+
+def test_what_cannot_be_run_is_a_usage_error(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """A file that the kernel does not execute: said in one line, and nothing stays mounted."""
+    src = checkpoint("llama")
+    script = place / "script"
+    script.write_text("no magic\n")
+    script.chmod(0o755)
+    done = fp8fs.run("run", src, "--", script, "{}", code=2)
+    assert done.stderr.startswith(f'error: "{script}" cannot be run')
     assert mounts_of(src) == []
 
 

@@ -73,12 +73,41 @@ def test_exit_codes_are_those_of_the_classes() -> None:
     assert table == classes
 
 
-def test_every_option_is_documented() -> None:
-    """Whatever --help offers is on the page."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, command in commands.items():
-        assert name in CLI
-        for parameter in command.params:
-            for word in parameter.opts:
-                if word.startswith("--"):
-                    assert word in CLI, f"{name} {word}"
+COMMANDS = {
+    name: {word for parameter in command.params for word in parameter.opts if word[:1] == "-"}
+    for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+}
+EVERYWHERE = {"--json", "--quiet", "-q"}
+
+
+def documented_options() -> dict[str, set[str]]:
+    """Command -> its options, as the blocks of section 1 list them.
+
+    A heading names the commands of its block, unless a line begins with its own; "(mount)" and "(all but path)" narrow.
+    """
+    found: dict[str, set[str]] = {name: set(EVERYWHERE) for name in COMMANDS}
+    section = CLI.partition("## 1.")[2].partition("## 2.")[0]
+    for block in re.split(r"^### ", section, flags=re.MULTILINE)[1:]:
+        heading, _, text = block.partition("\n")
+        named = [name for name in COMMANDS if re.search(rf"\b{name}\b", heading)]
+        for before, line in re.findall(r"^ {4}((?:[a-z]+,? )*)(--?[a-z].*)$", text, re.MULTILINE):
+            spelled = set(re.findall(r"--?[a-z-]+", line.partition("  ")[0]))
+            commands = re.findall(r"[a-z]+", before) or named
+            if narrow := re.search(rf"\((all but )?({'|'.join(COMMANDS)})\)", line):
+                commands = [c for c in commands if (c == narrow[2]) is not bool(narrow[1])]
+            for command in commands:
+                found[command] |= spelled
+    found["umount"] = found["unmount"]
+    return found
+
+
+def test_the_page_lists_the_options_of_every_command() -> None:
+    """Exactly those that the parser knows, command by command."""
+    assert len(COMMANDS) > 10
+    assert documented_options() == COMMANDS
+
+
+def test_the_page_lists_every_command() -> None:
+    """Each by its usage line (umount beside unmount), and no other."""
+    listed = re.findall(r"^    fp8fs ([a-z]+)\b", CLI, re.MULTILINE)
+    assert {*listed, "umount"} == set(COMMANDS)

@@ -64,6 +64,7 @@ def test_recipe_options_are_the_same_everywhere(command: str) -> None:
         "rm",
         "gc",
         "doctor",
+        "run",
     ],
 )
 def test_json_and_quiet_are_everywhere(command: str) -> None:
@@ -71,15 +72,46 @@ def test_json_and_quiet_are_everywhere(command: str) -> None:
     assert options_of(command) >= {"--json", "--quiet"}
 
 
-@pytest.mark.parametrize(
-    "words", [["nonesuch"], ["plan"], ["plan", "x", "--nonesuch"], ["status", "a", "b"]]
-)
-def test_usage_mistakes_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A command line that cannot be read prints to stderr and exits with 2."""
+MISTAKES = [
+    (["nonesuch"], "no such command 'nonesuch'", "fp8fs --help"),
+    (["plan"], "missing argument 'SRC'", "fp8fs plan --help"),
+    (["plan", "x", "--nonesuch"], "no such option: --nonesuch", "fp8fs plan --help"),
+    (["build", "x", "--workers", "two"], "'--workers'", "fp8fs build --help"),
+    (["mount", "x", "y", "--store"], "'--store' requires an argument", "fp8fs"),
+    (["status", "a", "b"], "unexpected extra argument", "fp8fs status --help"),
+    (
+        ["run", "--shceme", "block", "x", "--", "ls", "{}"],
+        "no such option: --shceme",
+        "come after --",
+    ),
+    (["run", "x", "ls", "-l", "{}"], "no such option: -l", "come after --"),
+    (["run", "x", "--", "nonesuch", "{}"], 'no command "nonesuch"', "PATH"),
+]
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), MISTAKES)
+def test_usage_mistakes_are_errors_like_others(
+    words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line that cannot be read: one line on stderr, exit 2, and with --json the document."""
     assert main(words) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
-    assert "Traceback" not in seen.err
+    assert seen.err.startswith("error: ")
+    assert seen.err.count("\n") == 1
+    at = words.index("--") if "--" in words else len(words)
+    if words[-1] != "--store":
+        assert main([*words[:at], "--json", *words[at:]]) == 2
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "usage"
+        assert what in error["what"]
+        assert hint in error["hint"]
+
+
+def test_no_command_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a word, the commands; but nothing was done, so the exit code is that of a mistake."""
+    assert main([]) == 2
+    assert "unmount" in capsys.readouterr().out
 
 
 def test_an_expected_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
