@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.acceptance.harness import clean_up
 from tests.loader import harness
+from tests.loader.forks import ForkedScripts
 from tests.loader.mounts import MountedView
 
 
@@ -30,17 +32,66 @@ def omni_source(
 
 
 @pytest.fixture(scope="session")
-def llm_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedScripts]:
+    """vLLM, imported once."""
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    with closing(ForkedScripts("vllm", "vllm_generate", log=log)) as scripts:
+        yield scripts
+
+
+@pytest.fixture(scope="session")
+def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedScripts]:
+    """transformers, imported once."""
+    log = tmp_path_factory.mktemp("transformers") / "log.txt"
+    with closing(ForkedScripts("vllm", "hf_logits", "llm_make_source", log=log)) as scripts:
+        yield scripts
+
+
+@pytest.fixture(scope="session")
+def llm_source(
+    transformers: ForkedScripts, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """``llm_source(model)``: the folder of a tiny BF16 transformers model."""
     made: dict[str, Path] = {}
 
     def make(model: str) -> Path:
         if model not in made:
-            made[model] = tmp_path_factory.mktemp(f"{model}-source") / "bf16"
-            harness.make_llm_source(model, made[model])
+            folder = tmp_path_factory.mktemp(f"{model}-source")
+            arguments = (folder / "bf16", "--model", model)
+            transformers.run("llm_make_source", *arguments, workdir=folder / "make")
+            made[model] = folder / "bf16"
         return made[model]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def generate(
+    vllm: ForkedScripts, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    """``generate(checkpoint, *options)``: tokens and log probabilities of vLLM for a checkpoint."""
+
+    def run(checkpoint: Path, *options: object) -> dict[str, Any]:
+        workdir = tmp_path_factory.mktemp("generate")
+        result: dict[str, Any] = vllm.run("vllm_generate", checkpoint, *options, workdir=workdir)
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def generate_from_source(
+    generate: Callable[..., dict[str, Any]], llm_source: Callable[[str], Path]
+) -> Callable[..., dict[str, Any]]:
+    """``generate_from_source(model, *options)``: the same from the BF16 source, once for equal arguments."""
+    made: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def run(model: str, *options: str) -> dict[str, Any]:
+        if (model, *options) not in made:
+            made[(model, *options)] = generate(llm_source(model), *options)
+        return made[(model, *options)]
+
+    return run
 
 
 @pytest.fixture(scope="session")

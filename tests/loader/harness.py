@@ -65,7 +65,7 @@ def run_scripts(
     Raises: AssertionError with the end of the log if any process fails or is not done in time; all are ended then.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    environment = _environment(site) | dict(settings or {})
+    variables = environment(site) | dict(settings or {})
     runs: list[tuple[subprocess.Popen[bytes], Path, Path]] = []
     try:
         for number, arguments in enumerate(argument_lists):
@@ -73,19 +73,19 @@ def run_scripts(
             command = [engine_python(engine), ENGINE_SIDE / script, *arguments, "--result", result]
             with log_path.open("w") as log:
                 process = subprocess.Popen(
-                    [str(part) for part in command], stdout=log, stderr=log, env=environment
+                    [str(part) for part in command], stdout=log, stderr=log, env=variables
                 )
             runs.append((process, result, log_path))
         deadline = time.monotonic() + TIMEOUT_S
         while any(process.poll() is None for process, _, _ in runs):
             for process, _, log_path in runs:  # one failed rank leaves the others waiting for it
-                assert not process.poll(), f"{script}: exit {process.poll()}:\n{_end_of(log_path)}"
+                assert not process.poll(), f"{script}: exit {process.poll()}:\n{end_of(log_path)}"
             assert time.monotonic() < deadline, (
-                f"{script} took over {TIMEOUT_S} s:\n{_end_of(log_path)}"
+                f"{script} took over {TIMEOUT_S} s:\n{end_of(log_path)}"
             )
             time.sleep(0.1)
         for process, _, log_path in runs:
-            assert not process.poll(), f"{script}: exit {process.poll()}:\n{_end_of(log_path)}"
+            assert not process.poll(), f"{script}: exit {process.poll()}:\n{end_of(log_path)}"
         return [json.loads(result.read_text()) for _, result, _ in runs]
     finally:
         for process, _, _ in runs:
@@ -119,18 +119,6 @@ def make_omni_source(model: str, pipeline: Path) -> dict[str, Any]:
     )
 
 
-def make_llm_source(model: str, folder: Path) -> dict[str, Any]:
-    """Write a tiny BF16 transformers model and return the facts about it."""
-    return run_script(
-        "vllm", "llm_make_source.py", folder, "--model", model, workdir=folder.parent / "make"
-    )
-
-
-def generate(checkpoint: Path, *options: object, workdir: Path) -> dict[str, Any]:
-    """Greedy tokens and log probabilities of vLLM for a checkpoint."""
-    return run_script("vllm", "vllm_generate.py", checkpoint, *options, workdir=workdir)
-
-
 def install_plugin(folder: Path) -> Path:
     """A folder for PYTHONPATH in which fp8fs is installed: the package, and the entry points of pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -153,7 +141,7 @@ def free_port() -> int:
     return port
 
 
-def _environment(site: Path | None) -> dict[str, str]:
+def environment(site: Path | None = None) -> dict[str, str]:
     """The caller's environment without its Python settings, one thread per process, offline."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return kept | {
@@ -165,5 +153,6 @@ def _environment(site: Path | None) -> dict[str, str]:
     }
 
 
-def _end_of(log_path: Path, size: int = 4000) -> str:
+def end_of(log_path: Path, size: int = 4000) -> str:
+    """The last characters of a log, for a message."""
     return log_path.read_text(errors="replace")[-size:]

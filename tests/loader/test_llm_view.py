@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.loader import harness
+from tests.loader.forks import ForkedScripts
 from tests.loader.mounts import MountedView
 from tests.loader.reference_llm import write_dequantized_model
 from tests.loader.test_llm_harness import MODELS, ONLINE
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 
+Generate = Callable[..., dict[str, Any]]
 Mount = Callable[..., MountedView]
+Source = Callable[[str], Path]
 CASES = [
     pytest.param(
         model,
@@ -26,55 +29,75 @@ CASES = [
 ]
 
 
+def cold_and_warm(view: MountedView, read: Callable[[Path], Any]) -> Any:
+    """What *read* makes of the view while it is filled, which is what it makes of it afterwards.
+
+    Every unit is made once then, and none again.
+    """
+    cold = read(view.path)
+    view.assert_made_once()
+    view.remount()
+    warm = read(view.path)
+    view.assert_nothing_made()
+    assert cold == warm
+    return cold
+
+
 @pytest.mark.parametrize(("model", "scheme"), CASES)
 def test_vllm_equals_its_online_fp8(
     model: str,
     scheme: str,
     mounted: Mount,
-    llm_source: Callable[[str], Path],
-    tmp_path: Path,
+    llm_source: Source,
+    generate: Generate,
+    generate_from_source: Generate,
 ) -> None:
     """Cold and warm, a view gives the tokens and log probabilities of vLLM's own online quantization, bit for bit."""
     quantization, options = ONLINE[scheme]
-    source = llm_source(model)
-    online = harness.generate(
-        source, "--quantization", quantization, *options, workdir=tmp_path / "online"
-    )
-    view = mounted(source, "--scheme", scheme)
-    assert harness.generate(view.path, *options, workdir=tmp_path / "cold") == online
-    view.assert_made_once()
-    view.remount()
-    assert harness.generate(view.path, *options, workdir=tmp_path / "warm") == online
-    view.assert_nothing_made()
+    view = mounted(llm_source(model), "--scheme", scheme)
+    stored = cold_and_warm(view, lambda path: generate(path, *options))
+    assert stored == generate_from_source(model, "--quantization", quantization, *options)
 
 
 def test_vllm_per_tensor_equals_online(
-    mounted: Mount, llm_source: Callable[[str], Path], tmp_path: Path
+    mounted: Mount, llm_source: Source, generate: Generate, generate_from_source: Generate
 ) -> None:
     """A per-tensor view gives what vLLM's own online fp8 gives, with the operators that the CPU build lacks."""
-    source = llm_source("llama")
-    view = mounted(source, "--scheme", "per_tensor")
-    stored = harness.generate(view.path, "--shim", workdir=tmp_path / "stored")
-    online = harness.generate(
-        source, "--quantization", "fp8", "--shim", workdir=tmp_path / "online"
-    )
-    assert stored == online
+    view = mounted(llm_source("llama"), "--scheme", "per_tensor")
+    stored = cold_and_warm(view, lambda path: generate(path, "--shim"))
+    assert stored == generate_from_source("llama", "--quantization", "fp8", "--shim")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_vllm_block_equals_the_dequantized_model(
+    model: str, mounted: Mount, llm_source: Source, generate: Generate, tmp_path: Path
+) -> None:
+    """With BF16 activations, as vLLM's own CPU kernel has them, a block view gives what its dequantized weights give."""
+    write_dequantized_model(llm_source(model), tmp_path / "reference", scheme="block")
+    view = mounted(llm_source(model), "--scheme", "block")
+    stored = cold_and_warm(view, lambda path: generate(path, "--kernel", "amx-block"))
+    assert stored == generate(tmp_path / "reference")
 
 
 @pytest.mark.parametrize(
     "scheme", [pytest.param("per_channel", marks=pytest.mark.engine_ci), "block", "block_free"]
 )
 def test_transformers_reads_the_view(
-    scheme: str, mounted: Mount, llm_source: Callable[[str], Path], tmp_path: Path
+    scheme: str,
+    mounted: Mount,
+    llm_source: Source,
+    transformers: ForkedScripts,
+    tmp_path: Path,
 ) -> None:
-    """transformers reads weights and scales of a cold view: dequantized, each equals the offline reference."""
+    """transformers reads weights and scales of a view: dequantized, each equals the offline reference."""
     source = llm_source("llama")
     write_dequantized_model(source, tmp_path / "reference", scheme=scheme)
     view = mounted(source, "--scheme", scheme)
     arguments = (tmp_path / "reference", view.path)
-    result = harness.run_script("vllm", "hf_logits.py", *arguments, workdir=tmp_path / "logits")
+    result = cold_and_warm(
+        view, lambda _: transformers.run("hf_logits", *arguments, workdir=tmp_path / "logits")
+    )
     weights = result["weights"][str(view.path)]
     assert weights["compared"] > 0
     assert weights["worst"] < 0.004  # half a unit in the last place of BF16
     assert result["logits"][str(view.path)] < 0.1  # ignored scales give over 1
-    view.assert_made_once()

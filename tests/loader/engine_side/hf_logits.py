@@ -18,6 +18,11 @@ import torch
 INPUT_IDS = torch.arange(40, 48).reshape(1, -1)
 
 
+def load_engine() -> None:
+    """Import what every run needs."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+
 def dequantizing(checkpoint: str) -> Any:
     """What to pass as quantization_config so that transformers dequantizes, or None for an unquantized checkpoint."""
     import transformers
@@ -62,7 +67,11 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     return {"logits": logits, "weights": weights}
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoints", nargs="+", help="the first is the reference")
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("checkpoints", nargs="+", help="the first is the reference")
-    reporting.run_and_report(main, arguments)
+    reporting.run_and_report(main, arguments())

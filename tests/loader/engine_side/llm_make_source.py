@@ -54,6 +54,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def load_engine() -> None:
+    """Import what every run needs."""
+    import tokenizers  # noqa: F401
+    from transformers import PreTrainedModel  # noqa: F401
+
+
 def write_tokenizer(folder: Path) -> dict[str, int]:
     """A byte-level tokenizer without merges. Returns the ids of the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -93,8 +99,12 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("directory", type=Path)
-    arguments.add_argument("--model", choices=list(MODELS), required=True)
-    reporting.run_and_report(main, arguments)
+    reporting.run_and_report(main, arguments())

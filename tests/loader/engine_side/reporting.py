@@ -6,19 +6,31 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def run_and_report(
-    main: Callable[[argparse.Namespace], dict[str, Any]], parser: argparse.ArgumentParser
-) -> None:
-    """Run *main*, write what it returns to ``--result``, and leave at once: engines keep threads that never end."""
-    parser.add_argument("--result", type=Path, required=True)
-    options = parser.parse_args()
-    result = main(options)
-    options.result.write_text(json.dumps(result))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    main: Callable[[argparse.Namespace], dict[str, Any]],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run *main*, write what it returns to ``--result``, and leave at once: engines keep threads that never end.
+
+    ``arguments``: those of the command line if None.
+    """
+    code = 1
+    try:
+        parser.add_argument("--result", type=Path, required=True)
+        options = parser.parse_args(arguments)
+        result = main(options)
+        options.result.write_text(json.dumps(result))
+        code = 0
+    except BaseException:  # noqa: BLE001  (said in the log, whatever it is)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

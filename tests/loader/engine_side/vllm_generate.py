@@ -15,6 +15,13 @@ PROMPTS = ("Hello world", "The quick brown fox", "0123456789")
 NEW_TOKENS = 12
 
 
+def load_engine() -> None:
+    """Import what every run needs."""
+    from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.v1.engine import llm_engine  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
 def main(options: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -22,7 +29,11 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         import missing_ops
 
         missing_ops.fill()
-    if options.kernel:
+    if options.kernel == "amx-block":
+        import amx_kernels
+
+        amx_kernels.emulate()
+    elif options.kernel:
         import cuda_kernels
 
         cuda_kernels.emulate(options.kernel)
@@ -36,26 +47,38 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         disable_log_stats=True,
         **chosen,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1, ignore_eos=True)
-    outputs = [
-        request.outputs[0] for request in llm.generate(list(PROMPTS), sampling, use_tqdm=False)
-    ]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, logprobs=1, prompt_logprobs=0, ignore_eos=True
+    )
+    requests = llm.generate(list(PROMPTS), sampling, use_tqdm=False)
+    outputs = [request.outputs[0] for request in requests]
     return {
         "tokens": [list(output.token_ids) for output in outputs],
         "logprobs": [
             [next(iter(step.values())).logprob for step in output.logprobs] for output in outputs
         ],
+        # The same context for every checkpoint, unlike that of the tokens: to compare what is only near.
+        "prompt_logprobs": [
+            [step[token].logprob for token, step in zip(prompt, steps, strict=True) if step]
+            for prompt, steps in ((r.prompt_token_ids, r.prompt_logprobs) for r in requests)
+        ],
     }
 
 
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("checkpoint")
-    arguments.add_argument(
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument(
         "--quantization", help="quantize online, as the engine's flag of that name does"
     )
-    arguments.add_argument(
+    parser.add_argument(
         "--shim", action="store_true", help="supply the FP8 operators that the CPU build lacks"
     )
-    arguments.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
-    reporting.run_and_report(main, arguments)
+    parser.add_argument(
+        "--kernel", help="emulate kernel classes: one of cuda_kernels.KERNELS, or amx-block"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    reporting.run_and_report(main, arguments())
