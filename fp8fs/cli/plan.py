@@ -39,6 +39,15 @@ def plan(
         bool,
         typer.Option("--scan", help="Read the weights too; remember those with NaN or Inf."),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--tp",
+            metavar="N",
+            min=1,
+            help="Warn of weights that tensor parallelism over N ranks cannot cut as the scheme needs.",
+        ),
+    ] = None,
     store: Store = None,
     scheme: Scheme = "",
     names: Names = "checkpoint",
@@ -54,6 +63,7 @@ def plan(
     """Print the whole view of SRC: each tensor's shape, dtypes, bytes, group and reason."""
     from fp8fs.assembly import survey
     from fp8fs.cli.output import Output
+    from fp8fs.core.splits import split_problems, split_warnings
 
     output = Output(as_json=as_json, quiet=quiet)
     recipe = recipe_of(
@@ -73,10 +83,13 @@ def plan(
             if findings:
                 found.close()
                 found = survey(src.expanduser(), recipe, root)
+        problems = split_problems(found.plan, found.checkpoint.components, ranks) if ranks else []
         if as_json:
-            output.document(_document(found, findings))
+            output.document({**_document(found, findings), "tp": ranks, "splits": problems})
         else:
             _table(found, output)
+            for warning in split_warnings(problems, ranks) if ranks else ():
+                output.note(f"warning: {warning}")
             for finding in findings:
                 output.note(
                     f"{finding.tensor}: NaN or Inf at index {finding.index}; recorded, kept as it is"
