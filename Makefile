@@ -3,7 +3,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 BIN := $(dir $(shell command -v $(PYTHON)))
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: check lint types imports spelling unit mount crash acceptance loader loader-all loader-ci bench docs
+.PHONY: check lint types imports spelling unit mount crash crash-long acceptance loader loader-all loader-ci bench docs
 
 check: lint types imports spelling unit ## everything that needs no mount, in about a minute
 
@@ -28,6 +28,9 @@ mount: ## kernel behaviour, through real mounts
 
 crash: ## power loss, kill -9, full disks, hostile bytes
 	$(PYTEST) tests/crash tests/fuzz
+
+crash-long: ## the same, every call of every flow and thousands of inputs: hours; says at the end how much was tried
+	FP8FS_LONG=1 $(PYTEST) tests/crash tests/fuzz tests/contract/test_view_machine.py tests/mount/test_endings.py
 
 acceptance: ## what a user was promised, through the command line
 	$(PYTEST) tests/acceptance tests/checkpoints

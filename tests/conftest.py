@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -68,6 +69,20 @@ def need_package(name: str) -> None:
     """Skip (or fail, where required) without an importable package."""
     if importlib.util.find_spec(name) is None:
         skip_or_fail(name, f"{name} is not installed")
+
+
+COUNTS = ("faults injected", "crashes", "power losses", "hostile inputs", "machine steps")
+"""Properties (``record_property``) of which the summary tells the sum: what a run was good for."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much was tried by the tests that passed."""
+    tried = Counter[str]()
+    for report in terminalreporter.getreports("passed"):
+        tried.update({name: n for name, n in report.user_properties if name in COUNTS})
+    for name in COUNTS:
+        if tried[name]:
+            terminalreporter.write_line(f"{name}: {tried[name]:,}")
 
 
 _missing: dict[str, str] = {}

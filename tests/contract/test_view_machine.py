@@ -11,13 +11,21 @@ import os
 import shutil
 import stat
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fp8fs.assembly import Assembled, assemble
 from fp8fs.building import build_tree
@@ -28,8 +36,8 @@ from fp8fs.view import View
 from tests.builders import llama_like
 from tests.conftest import LONG
 
-STEPS, RUNS = (50, {"object": 50, "mount": 50}) if LONG else (30, {"object": 12, "mount": 5})
-"""The long target: 2,500 steps in each of three modes, as an object and as a mount."""
+STEPS, RUNS = (50, {"object": 80, "mount": 80}) if LONG else (30, {"object": 12, "mount": 5})
+"""The long target: over 10,000 steps of a view object in its three modes, and as many of a mount."""
 
 LENGTHS = st.sampled_from([1, 7, 512, 4095, 4096, 4097, 20_000, 131_072, 200_000, 0])
 
@@ -176,9 +184,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, byt
 
 
 def machine(
-    src: Path, oracle: dict[str, bytes], driver: str, serve: str, grain: str
+    src: Path,
+    oracle: dict[str, bytes],
+    driver: str,
+    serve: str,
+    grain: str,
+    taken: Counter[str],
 ) -> type[RuleBasedStateMachine]:
-    """The state machine of one driver in one mode."""
+    """The state machine of one driver in one mode; *taken* counts its steps."""
     files = sorted(oracle)
     folders = {"": set[str]()}
     for path in [*files, "empty/"]:
@@ -195,6 +208,10 @@ def machine(
             self.held: list[tuple[str, Handle]] = []
             self.maps: list[tuple[str, mmap.mmap]] = []
             self.driver: Driver = DRIVERS[driver](self.base, serve, grain)
+
+        @invariant()
+        def count(self) -> None:
+            taken["steps"] += 1
 
         def teardown(self) -> None:
             try:
@@ -263,11 +280,17 @@ def machine(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("driver", ["object", pytest.param("mount", marks=pytest.mark.fuse)])
-def test_random_operations(world: tuple[Path, dict[str, bytes]], driver: str, mode: str) -> None:
+def test_random_operations(
+    world: tuple[Path, dict[str, bytes]],
+    driver: str,
+    mode: str,
+    record_property: Callable[[str, object], None],
+) -> None:
     """Opens, reads, maps, slices, stats, listings and misses in any order answer as the dict does."""
     src, oracle = world
+    taken = Counter[str]()
     run_state_machine_as_test(
-        machine(src, oracle, driver, *MODES[mode]),
+        machine(src, oracle, driver, *MODES[mode], taken),
         settings=settings(
             max_examples=RUNS[driver],
             stateful_step_count=STEPS,
@@ -276,6 +299,7 @@ def test_random_operations(world: tuple[Path, dict[str, bytes]], driver: str, mo
             suppress_health_check=list(HealthCheck),
         ),
     )
+    record_property("machine steps", taken["steps"])
 
 
 def test_the_oracle_is_no_copy_of_the_source(world: tuple[Path, dict[str, bytes]]) -> None:

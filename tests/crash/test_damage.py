@@ -207,7 +207,9 @@ def test_a_damaged_manifest_is_named_and_written_again(world: World, root: Path)
 
 
 @pytest.mark.parametrize("template", ["half", "unsealed", "two"])
-def test_any_bit_of_any_file(world: World, room: Path, template: str) -> None:
+def test_any_bit_of_any_file(
+    world: World, room: Path, template: str, record_property: Callable[[str, object], None]
+) -> None:
     """One bit anywhere in a store: what is read is right, or it is a sealed weight, and then verify names the shard."""
     rng = random.Random(template)
     for _ in range(FLIPS):
@@ -225,9 +227,12 @@ def test_any_bit_of_any_file(world: World, room: Path, template: str) -> None:
         set_aside(Store.open(root), check_store(Store.open(root)).damage)
         verify(world, root)
         check_sound(world, root)
+    record_property("faults injected", FLIPS)
 
 
-def test_a_journal_with_any_damage_gives_no_wrong_unit(world: World, room: Path) -> None:
+def test_a_journal_with_any_damage_gives_no_wrong_unit(
+    world: World, room: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Flipped, cut, doubled or shuffled lines: units that the journal still names have their bytes, the rest is made again."""
     rng = random.Random(5)
     for _ in range(FLIPS):
@@ -249,6 +254,7 @@ def test_a_journal_with_any_damage_gives_no_wrong_unit(world: World, room: Path)
                 data[at:at] = data[at : at + rng.randrange(200)]
             journal.write_bytes(data)
         check_sound(world, root)
+    record_property("faults injected", FLIPS)
 
 
 # -- a bad disk is not corruption ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,7 +57,12 @@ def steps(flow: str, code: str) -> Iterator[int]:
 )
 @pytest.mark.parametrize("flow", FLOWS)
 def test_the_nth_call_of_a_flow_fails(
-    world: World, room: Path, flow: str, code: str, persistent: bool
+    world: World,
+    room: Path,
+    flow: str,
+    code: str,
+    persistent: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """A mount is made and its readers get the right bytes, a build gets a clean error; no descriptor is left open; the store is sound."""
     run, template = FLOWS[flow]
@@ -77,6 +82,7 @@ def test_the_nth_call_of_a_flow_fails(
         assert left_open(room, world.src) == [], (nth, io.failed)
         check_sound(world, root, deep=faults % 10 == 0)
     assert faults > 0
+    record_property("faults injected", faults)
 
 
 @pytest.mark.parametrize("flow", FLOWS)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -94,18 +94,26 @@ def sealed_objects(root: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_killed_at_any_moment(world: World, room: Path, zygote: Zygote, seed: int) -> None:
+def test_killed_at_any_moment(
+    world: World,
+    room: Path,
+    zygote: Zygote,
+    seed: int,
+    record_property: Callable[[str, object], None],
+) -> None:
     """A process is killed, its successor too, in the middle of its recovery; the third finishes, and everything is right."""
     rng = random.Random(seed)
     flow = list(FLOWS)[seed % len(FLOWS)]
     root = world.fresh(FLOWS[flow][1], room / "store")
 
+    crashes = 0
     for turn in range(rng.choice([1, 2, 2, 3])):
         if rng.random() < 0.7:
             code = zygote.run(flow, root, nth=rng.randrange(1, (400, 250, 150)[turn]))
         else:
             code = zygote.run(flow, root, after_s=rng.random() * 0.025)
         assert code in (0, -signal.SIGKILL)
+        crashes += code != 0
 
         before, sealed = journaled(root), sealed_objects(root)
         if flow != "gc":
@@ -114,6 +122,7 @@ def test_killed_at_any_moment(world: World, room: Path, zygote: Zygote, seed: in
             check_nothing_lost(world, look, before, sealed)
             subprocess.run(["rm", "-rf", look], check=True)
     check_sound(world, root, deep=seed % 5 == 0)
+    record_property("crashes", crashes)
 
 
 def test_a_flow_that_is_left_alone_ends_well(world: World, room: Path, zygote: Zygote) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,12 @@ def lose_power(calls: list[Call], top: Path, way: str, seed: object) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("flow", ["build", "recovery", "publish", "gc"])
 def test_power_fails_at_every_moment(
-    world: World, room: Path, monkeypatch: pytest.MonkeyPatch, flow: str, way: str
+    world: World,
+    room: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flow: str,
+    way: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Promises are kept and the store is sound, at whichever call of a flow the power fails."""
     top = room / "top"
@@ -116,11 +121,16 @@ def test_power_fails_at_every_moment(
         root = lose_power(calls[:moment], room / "after", way, moment)
         check_kept(world, root, calls[:moment])
         check_sound(world, root, deep=moment % 10 == 0)
+    record_property("power losses", len(moments))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_power_fails_again_and_again(
-    world: World, room: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    world: World,
+    room: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Each recovery is cut off by the next power loss; what one left is enough for the next, and it ends well."""
     for seed in range(ROUNDS):
@@ -140,3 +150,4 @@ def test_power_fails_again_and_again(
             shutil.rmtree(top)
             (room / "after").rename(top)
         check_sound(world, top / "store", deep=True)
+    record_property("power losses", 4 * ROUNDS)

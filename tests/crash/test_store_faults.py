@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,7 +101,9 @@ def reference_tree(room: Path) -> dict[str, bytes | str]:
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
-def test_the_nth_call_fails(room: Path, code: int, persistent: bool) -> None:
+def test_the_nth_call_fails(
+    room: Path, code: int, persistent: bool, record_property: Callable[[str, object], None]
+) -> None:
     """Whichever call fails: a StoreError or no error, no descriptor left open, and a sound store afterwards."""
     reference = reference_tree(room)
     before = len(os.listdir("/proc/self/fd"))
@@ -119,6 +122,7 @@ def test_the_nth_call_fails(room: Path, code: int, persistent: bool) -> None:
         check(root, reference)
         shutil.rmtree(root)
     assert nth > 200
+    record_property("faults injected", nth - 1)
 
 
 def test_short_and_interrupted_calls_change_nothing(room: Path) -> None:
@@ -132,14 +136,17 @@ def test_short_and_interrupted_calls_change_nothing(room: Path) -> None:
 
 @pytest.mark.parametrize("barrier_s", [0.0, 1e9], ids=["barriers", "no barriers"])
 def test_unsynced_writes_are_lost(
-    room: Path, barrier_s: float, monkeypatch: pytest.MonkeyPatch
+    room: Path,
+    barrier_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Power fails at the n-th call, and what was not synced is lost or torn: units whose commit ended in a barrier
     are still there, published bytes are whole, a complete tree is complete."""
     monkeypatch.setattr("fp8fs.store.partial.BARRIER_S", barrier_s)
     reference = reference_tree(room)
     rng = random.Random(7)
-    nth, losses = int(barrier_s > 0), 0
+    nth, losses, cuts = int(barrier_s > 0), 0, 0
     clean = False
     while not clean:
         nth += 2  # one run takes the even calls, the other the odd ones
@@ -160,6 +167,7 @@ def test_unsynced_writes_are_lost(
                 clean = True
             except PowerCut:
                 losses += io.lose(rng)
+                cuts += 1
         finally:
             io.close_all()
         store = Store.open(root)
@@ -169,6 +177,7 @@ def test_unsynced_writes_are_lost(
         check(root, reference)
         shutil.rmtree(root)
     assert losses > 50
+    record_property("power losses", cuts)
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fp8fs.store.store import Store
+from tests.conftest import LONG
 from tests.storing import Toy
 
-RUNS = int(os.environ.get("FP8FS_KILL_RUNS", "14"))
+RUNS = 60 if LONG else 14
 UNITS = 60
 SHARDS = 3
 
@@ -97,7 +99,9 @@ def check(root: Path, said: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_a_killed_builder_loses_no_journaled_unit(room: Path, seed: int) -> None:
+def test_a_killed_builder_loses_no_journaled_unit(
+    room: Path, seed: int, record_property: Callable[[str, object], None]
+) -> None:
     """Killed at a random moment, twice in a row: finished units stay, and nobody makes them again."""
     rng = random.Random(seed)
     said: list[list[str]] = []
@@ -107,10 +111,13 @@ def test_a_killed_builder_loses_no_journaled_unit(room: Path, seed: int) -> None
     units = [tuple(words) for words in said if words[0] == "made"]
     assert len(units) == len(set(units))
     check(room / "store", said)
+    record_property("crashes", 2)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_leases_die_with_their_holder(room: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(RUNS // 7))
+def test_leases_die_with_their_holder(
+    room: Path, seed: int, record_property: Callable[[str, object], None]
+) -> None:
     """Of three builders at one store, two are killed: the third goes on at once and finishes everything."""
     rng = random.Random(seed)
     children = [start(room / "store") for _ in range(3)]
@@ -124,3 +131,4 @@ def test_leases_die_with_their_holder(room: Path, seed: int) -> None:
     store = Store.open(room / "store")
     assert all(store.find_object(toy_of(shard).spec) is not None for shard in range(SHARDS))
     check(room / "store", said)
+    record_property("crashes", 2)

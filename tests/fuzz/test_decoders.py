@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,9 @@ def test_good_documents_are_accepted(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_hostile_documents(target: str) -> None:
+def test_hostile_documents(target: str, record_property: Callable[[str, object], None]) -> None:
     """Nothing but documented errors escapes, no answer takes a second, and what is accepted is sound."""
+    tried = 0
 
     @settings(
         max_examples=EXAMPLES.get(target, 20_000 if LONG else 200),
@@ -36,19 +38,23 @@ def test_hostile_documents(target: str) -> None:
     )
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
+        nonlocal tried
         document = data.draw(documents(target))
+        tried += 1
         began = time.perf_counter()
         TARGETS[target](document)
         assert time.perf_counter() - began < SLOW_S
 
     check()
+    record_property("hostile inputs", tried)
 
 
 @pytest.mark.parametrize(
     "case", sorted(CORPUS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name[:12]}"
 )
-def test_kept_corpus(case: Path) -> None:
+def test_kept_corpus(case: Path, record_property: Callable[[str, object], None]) -> None:
     """What coverage-guided fuzzing found worth keeping, and every input that once broke something."""
     began = time.perf_counter()
     TARGETS[case.parent.name](case.read_bytes())
     assert time.perf_counter() - began < SLOW_S
+    record_property("hostile inputs", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_fact(world: tuple[Path, Path, dict[str, Path]], kind: str) -> None:
+def test_any_fact(
+    world: tuple[Path, Path, dict[str, Path]],
+    kind: str,
+    record_property: Callable[[str, object], None],
+) -> None:
     """Whatever a fact says, a plan is made or one sentence says why not; and with no fact it is the old plan again."""
     src, store, places = world
+    tried = 0
 
     def planned() -> object:
         with survey(src, Recipe(), store).source as source:
@@ -73,6 +79,8 @@ def test_any_fact(world: tuple[Path, Path, dict[str, Path]], kind: str) -> None:
     @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None)
     @given(LIKELY[kind] | values)
     def check(value: object) -> None:
+        nonlocal tried
+        tried += 1
         try:
             content = encode_checked(value)
         except (ValueError, OverflowError):
@@ -88,6 +96,7 @@ def test_any_fact(world: tuple[Path, Path, dict[str, Path]], kind: str) -> None:
     finally:
         places[kind].unlink(missing_ok=True)
     assert planned() == before
+    record_property("hostile inputs", tried)
 
 
 def test_a_date_that_no_file_can_have(world: tuple[Path, Path, dict[str, Path]]) -> None:
