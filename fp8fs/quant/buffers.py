@@ -20,6 +20,7 @@ __all__ = [
     "CODE",
     "INFINITE",
     "MAGNITUDE",
+    "PANEL",
     "Bytes",
     "Codes",
     "Floats",
@@ -51,6 +52,9 @@ MAGNITUDE: dict[str, int] = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFF_FFFF}
 
 INFINITE: dict[str, int] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
 """Magnitude code of infinity; every NaN is above it."""
+
+PANEL = 32
+"""Blocks side by side that a kernel reads, then casts: 512 KiB to 2 MiB of source, and its scratch."""
 
 _SEARCH_ELEMS = 1 << 20
 _ROUND_ELEMS = 1 << 16

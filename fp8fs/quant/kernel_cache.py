@@ -1,22 +1,27 @@
 """Where compiled kernels are kept between runs: a directory that only its owner can write, or nowhere.
 
-numba's cache is pickle, so whoever can write to it runs code in every process that loads from it.
+What is kept is machine code, so whoever can write there runs code in every process that loads from it.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import logging
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
-__all__ = ["default_directory", "is_private", "numba_cache_at", "private_directory"]
+from fp8fs.quant import machine_code
+from fp8fs.quant.machine_code import MachineCode
+
+__all__ = ["default_directory", "is_private", "private_directory", "read", "write"]
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +29,7 @@ log = logging.getLogger(__name__)
 def default_directory() -> Path:
     """The directory for this user and this version of the kernels. It may not exist yet.
 
-    The name holds a hash of the kernels' source: numba itself compares only size and date of the
-    file, which two releases may share.
+    The name holds a hash of the kernels' source.
     """
     source = Path(__file__).with_name("kernels.py").read_bytes()
     version = blake2b(source, digest_size=8).hexdigest()
@@ -65,15 +69,57 @@ def is_private(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def numba_cache_at(path: Path) -> Iterator[None]:
-    """Inside, dispatchers that enable their cache use *path*; other users of numba are not affected."""
-    import numba
-
-    config: Any = numba.config
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(path)
+def read(directory: Path, name: str, dtype: str) -> MachineCode | None:
+    """The kernel as this processor and the installed compiler make it; None if it is not there or damaged."""
+    path = _path(directory, name, dtype)
     try:
-        yield
-    finally:
-        config.CACHE_DIR = before
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as err:
+        log.warning("%s cannot be read: %s; compiled again", path, err.strerror)
+        return None
+    with open(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            log.warning("%s is not this user's alone; compiled again", path)
+            return None
+        code = machine_code.decode(file.read())
+    if code is None or (code.name, code.dtype) != (name, dtype):
+        log.warning("%s is damaged; compiled again", path)
+        return None
+    return code
+
+
+def write(directory: Path, code: MachineCode) -> None:
+    """The kernel is kept, whole or not at all. What cannot be kept is compiled again next time."""
+    path = _path(directory, code.name, code.dtype)
+    staged = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(machine_code.encode(code))
+        staged.replace(path)
+    except OSError as err:
+        log.warning("compiled kernels are not kept: %s", err)
+        with suppress(OSError):
+            staged.unlink()
+
+
+def _path(directory: Path, name: str, dtype: str) -> Path:
+    return directory / f"{name}-{dtype}-{_toolchain()}.code"
+
+
+@cache
+def _toolchain() -> str:
+    """A hash of what decides machine code beside the kernels' source: numba, LLVM, the processor."""
+    facts = [_version("numba"), _version("llvmlite"), machine_code.processor()]
+    return blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
+
+
+def _version(package: str) -> str:
+    """What tells one release of an installed package from another, without the cost of importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is not None and spec.origin:
+        with suppress(OSError):
+            return Path(spec.origin).with_name("_version.py").read_text()
+    return importlib.metadata.version(package)

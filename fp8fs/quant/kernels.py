@@ -1,8 +1,8 @@
 """The numba kernels: plain loops over codes that LLVM turns into vector code. Importing this imports numba.
 
-The kernels take arrays of codes (fp8fs/quant/buffers.py); an array's element type selects the
-dtype: uint16 is BF16, int16 is F16, uint32 is F32. Each kernel that meets source values returns the
-largest magnitude code that it saw, so that NaN and Inf cost no pass of their own.
+The kernels are C functions over buffers of codes (fp8fs/quant/buffers.py); the codes' type selects the
+dtype: uint16 is BF16, int16 is F16, uint32 is F32. Each kernel returns the largest magnitude code that
+it saw, so that NaN and Inf cost no pass of their own. None allocates or raises.
 
 Rules that keep them exact and fast:
 
@@ -16,26 +16,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding as llvm
 import numba
 import numba.extending
 import numpy as np
 
 from fp8fs.core.recipe import BLOCK
+from fp8fs.quant.buffers import PANEL
+from fp8fs.quant.machine_code import PARAMETERS, MachineCode
 from fp8fs.quant.reference import BLOCK_AMAX_MIN, CHANNEL_SCALE_MIN, FP8_MAX
 
-__all__ = ["KERNELS", "build", "signature"]
+__all__ = ["KERNELS", "compile_code", "compile_ir"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 njit: Any = numba.njit
 types: Any = numba.types
 overload: Any = numba.extending.overload
+carray: Any = numba.carray  # type: ignore[attr-defined]
+cfunc: Any = numba.cfunc
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 _u8, _u16, _u32, _i32, _f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
 _ROWS, _COLS = BLOCK
-_PANEL = 32  # blocks side by side that are read, then cast: 512 KiB to 2 MiB of source
 
 
 def _helper(function: F) -> F:
@@ -126,13 +130,14 @@ def cast_divided(run: Any, scale: Any, out: Any) -> None:
         out[i] = encode(widen(run[i]) / scale)
 
 
-def amax(src: Any) -> Any:
+def amax(src: Any, count: Any) -> Any:
     """Largest magnitude code."""
-    return largest(src)
+    return largest(carray(src, count))
 
 
-def cast_scaled(src: Any, inverse: Any, dst: Any) -> Any:
-    """dst = fp8(src * inverse)."""
+def cast_scaled(source: Any, count: Any, inverse: Any, data: Any) -> Any:
+    """data = fp8(source * inverse)."""
+    src, dst = carray(source, count), carray(data, count)
     peak = magnitude(src.dtype.type(0))
     for i in range(src.size):
         peak = max(peak, magnitude(src[i]))
@@ -140,10 +145,11 @@ def cast_scaled(src: Any, inverse: Any, dst: Any) -> Any:
     return peak
 
 
-def amax_rows(src: Any, cols: Any, out: Any) -> Any:
-    """Raise out[r] to the largest magnitude of row r."""
+def amax_rows(source: Any, rows: Any, cols: Any, maxima: Any) -> Any:
+    """Raise maxima[r] to the largest magnitude of row r."""
+    src, out = carray(source, rows * cols), carray(maxima, rows)
     worst = magnitude(src.dtype.type(0))
-    for r in range(out.size):
+    for r in range(rows):
         row = src[r * cols : (r + 1) * cols]
         peak = largest(row)
         worst = max(worst, peak)
@@ -151,10 +157,12 @@ def amax_rows(src: Any, cols: Any, out: Any) -> Any:
     return worst
 
 
-def cast_rows(src: Any, cols: Any, peaks: Any, dst: Any, scale: Any) -> Any:
+def cast_rows(source: Any, rows: Any, cols: Any, maxima: Any, data: Any, scales: Any) -> Any:
     """per_channel from known row maxima."""
+    src, dst = carray(source, rows * cols), carray(data, rows * cols)
+    peaks, scale = carray(maxima, rows), carray(scales, rows)
     worst = magnitude(src.dtype.type(0))
-    for r in range(scale.size):
+    for r in range(rows):
         row = src[r * cols : (r + 1) * cols]
         worst = max(worst, largest(row))
         scale[r] = max(peaks[r] / FP8_MAX, CHANNEL_SCALE_MIN)
@@ -162,10 +170,12 @@ def cast_rows(src: Any, cols: Any, peaks: Any, dst: Any, scale: Any) -> Any:
     return worst
 
 
-def quantize_rows(src: Any, cols: Any, dst: Any, scale: Any) -> Any:
+def quantize_rows(source: Any, rows: Any, cols: Any, data: Any, scales: Any) -> Any:
     """per_channel; a row is still in cache when it is read for the second time."""
+    src, dst = carray(source, rows * cols), carray(data, rows * cols)
+    scale = carray(scales, rows)
     worst = magnitude(src.dtype.type(0))
-    for r in range(scale.size):
+    for r in range(rows):
         row = src[r * cols : (r + 1) * cols]
         peak = largest(row)
         worst = max(worst, peak)
@@ -174,25 +184,35 @@ def quantize_rows(src: Any, cols: Any, dst: Any, scale: Any) -> Any:
     return worst
 
 
-def quantize_blocks(src: Any, rows: Any, cols: Any, dst: Any, scale: Any, pow2: Any) -> Any:
+def quantize_blocks(
+    source: Any,
+    rows: Any,
+    cols: Any,
+    data: Any,
+    scales: Any,
+    pow2: Any,
+    scratch_peaks: Any,
+    scratch_inverse: Any,
+) -> Any:
     """block and block_free: panels of blocks are read row by row, then cast row by row."""
-    worst = magnitude(src.dtype.type(0))
+    src, dst = carray(source, rows * cols), carray(data, rows * cols)
     wide = (cols + _COLS - 1) // _COLS
-    peaks = np.empty(_PANEL, src.dtype)
-    inverse = np.empty(_PANEL, np.float32)
+    scale = carray(scales, (rows + _ROWS - 1) // _ROWS * wide)
+    peaks, inverse = carray(scratch_peaks, PANEL), carray(scratch_inverse, PANEL)
+    worst = _u32(0)
     for top in range(0, rows, _ROWS):
         bottom = min(top + _ROWS, rows)
-        for left in range(0, wide, _PANEL):
-            right = min(left + _PANEL, wide)
-            for b in range(_PANEL):
-                peaks[b] = 0
+        for left in range(0, wide, PANEL):
+            right = min(left + PANEL, wide)
+            for b in range(PANEL):
+                peaks[b] = _u32(0)
             for r in range(top, bottom):
                 for b in range(left, right):
                     start = r * cols + b * _COLS
                     peak = largest(src[start : min(start + _COLS, (r + 1) * cols)])
-                    peaks[b - left] = max(magnitude(peaks[b - left]), peak)
+                    peaks[b - left] = max(peaks[b - left], _u32(peak))
             for b in range(left, right):
-                worst = max(worst, magnitude(peaks[b - left]))
+                worst = max(worst, peaks[b - left])
                 one = max(amplitude(peaks[b - left], src), BLOCK_AMAX_MIN) / FP8_MAX
                 if pow2:  # any mantissa bit carries into the exponent
                     up = _u32(_f32(one).view(np.uint32) + _u32(0x7F_FFFF))
@@ -216,28 +236,36 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """The kernels by name, not compiled."""
 
 
-def build(name: str, *, cached: bool) -> Any:
-    """A new dispatcher of kernel *name*; nothing is compiled yet.
+def _signature(name: str, dtype: str) -> Any:
+    """The C type of kernel *name* for sources of *dtype*."""
+    letters = {
+        "s": types.CPointer({"BF16": types.uint16, "F16": types.int16, "F32": types.uint32}[dtype]),
+        "d": types.CPointer(types.uint8),
+        "f": types.CPointer(types.float32),
+        "w": types.CPointer(types.uint32),
+        "x": types.float32,
+        "n": types.int64,
+    }
+    return types.uint32(*(letters[letter] for letter in PARAMETERS[name]))
 
-    With *cached*, numba keeps its machine code under the ``numba.config.CACHE_DIR`` of this moment.
-    """
-    dispatcher = njit(**_OPTIONS)(KERNELS[name])
-    if cached:
-        dispatcher.enable_caching()
-    return dispatcher
+
+def compile_ir(name: str, dtype: str) -> tuple[str, str]:
+    """Kernel *name* for sources of *dtype* as optimized LLVM IR, and the symbol of its C function in it."""
+    made = cfunc(_signature(name, dtype), **_OPTIONS)(KERNELS[name])
+    return made.inspect_llvm(), made.native_name
 
 
-def signature(name: str, dtype: str) -> tuple[Any, ...]:
-    """The argument types of kernel *name* for sources of *dtype*."""
-    code = {"BF16": types.uint16, "F16": types.int16, "F32": types.uint32}[dtype]
-    src = types.Array(code, 1, "C", readonly=True)
-    data = types.Array(types.uint8, 1, "C")
-    floats = types.Array(types.float32, 1, "C")
-    return {
-        "amax": (src,),
-        "cast_scaled": (src, types.float32, data),
-        "amax_rows": (src, types.int64, floats),
-        "cast_rows": (src, types.int64, floats, data, floats),
-        "quantize_rows": (src, types.int64, data, floats),
-        "quantize_blocks": (src, types.int64, types.int64, data, floats, types.boolean),
-    }[name]
+def compile_code(name: str, dtype: str) -> MachineCode:
+    """Kernel *name* for sources of *dtype* as machine code for this processor."""
+    ir, symbol = compile_ir(name, dtype)
+    module = llvm.parse_assembly(ir)
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="pic",
+        codemodel="small",
+    )
+    named = [*module.functions, *module.global_variables]
+    missing = [it.name for it in named if it.is_declaration and not it.name.startswith("llvm.")]
+    return MachineCode(name, dtype, symbol, tuple(missing), machine.emit_object(module))

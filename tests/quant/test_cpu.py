@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from fp8fs.quant import kernel_cache, kernels, reference
+from fp8fs.quant import kernel_cache, kernels, machine_code, reference
 from fp8fs.quant.cpu import CpuQuantizer
 from tests.quant.weights import normal
 
@@ -58,15 +62,44 @@ def test_cold_start_is_small(tmp_path: Path) -> None:
     )
     assert found["torch"] is False
     assert 20_000 < int(str(found["peak_kib"])) < 300 * 1024
-    assert list((tmp_path / "fp8fs" / "kernels").rglob("*.nbi"))
+    assert len(list((tmp_path / "fp8fs" / "kernels").rglob("*.code"))) == 18
+
+
+@pytest.mark.parametrize("name", sorted(kernels.KERNELS))
+def test_kernels_are_plain_ieee_code(name: str) -> None:
+    """No kernel lets the compiler reorder or contract arithmetic, and none allocates memory."""
+    ir, symbol = kernels.compile_ir(name, "BF16")
+    assert symbol in ir
+    relaxed = r"\b(fast|reassoc|contract|arcp|afn|nnan|ninf|nsz)\b"
+    assert not re.search(rf" = (f\w+|call) .*{relaxed} ", ir)
+    assert "NRT_Allocate" not in ir
 
 
 def test_kernels_release_the_gil() -> None:
-    """Every kernel is compiled to run without the GIL, and with IEEE arithmetic."""
-    for name in kernels.KERNELS:
-        options = kernels.build(name, cached=False).targetoptions
-        assert options["nogil"] is True
-        assert not options.get("fastmath", False)
+    """A thread of Python gets on while another one is in a kernel."""
+    quantizer = CpuQuantizer()
+    source = bytes(64 << 20)
+    quantizer.amax(source[:64], "BF16")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # so that nobody gets the GIL unless it is given away
+    entered, counted = threading.Event(), []
+
+    def count() -> None:
+        entered.wait()
+        counted.append(True)
+
+    counter = threading.Thread(target=count)
+    try:
+        counter.start()
+        entered.set()
+        for _ in range(50):
+            quantizer.amax(source, "BF16")
+            if counted:
+                break
+        assert counted
+    finally:
+        sys.setswitchinterval(before)
+        counter.join()
 
 
 def quantized(quantizer: CpuQuantizer) -> bytes:
@@ -85,23 +118,98 @@ def test_cache_is_used(tmp_path: Path) -> None:
     """A second quantizer loads what the first compiled, and writes nothing."""
     quantized(CpuQuantizer(tmp_path / "kernels"))
     before = [(path, path.stat().st_mtime_ns) for path in files(tmp_path)]
-    assert any(path.suffix == ".nbc" for path, _ in before)
+    assert [path.suffix for path, _ in before] == [".code"]
     quantized(CpuQuantizer(tmp_path / "kernels"))
     assert [(path, path.stat().st_mtime_ns) for path in files(tmp_path)] == before
 
 
-@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
-@pytest.mark.parametrize("damage", ["empty", "cut", "scribbled"])
-def test_damaged_cache_is_compiled_again(tmp_path: Path, suffix: str, damage: str) -> None:
-    """Cache files that a crash left empty, short or overwritten cost a compilation, no more."""
+def test_kept_kernels_need_no_numba(tmp_path: Path) -> None:
+    """Once a kernel is kept, a process that runs it imports LLVM and not numba."""
+    quantized(CpuQuantizer(tmp_path))
+    found = in_process(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from fp8fs.quant.cpu import CpuQuantizer\n"
+        f"quantizer = CpuQuantizer(Path({str(tmp_path)!r}))\n"
+        "quantizer.quantize_rows(bytes(8), 'BF16', 2, bytearray(4), bytearray(8))\n"
+        "print(json.dumps({m: m in sys.modules for m in ('numba', 'llvmlite')}))\n"
+    )
+    assert found == {"numba": False, "llvmlite": True}
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "scribbled": lambda whole: b"?" * len(whole),
+    "one bit": lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+    "another kernel": lambda whole: machine_code.encode(
+        msgspec.structs.replace(decoded(whole), name="amax")
+    ),
+    "no object": lambda whole: machine_code.encode(
+        msgspec.structs.replace(decoded(whole), object=b"?" * 64)
+    ),
+    "another symbol": lambda whole: machine_code.encode(
+        msgspec.structs.replace(decoded(whole), symbol="f")
+    ),
+    "something missing": lambda whole: machine_code.encode(
+        msgspec.structs.replace(decoded(whole), unused=())
+    ),
+}
+
+
+def decoded(whole: bytes) -> machine_code.MachineCode:
+    code = machine_code.decode(whole)
+    assert code is not None
+    return code
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_damaged_cache_is_compiled_again(tmp_path: Path, damage: str) -> None:
+    """A kept kernel that is empty, short, overwritten or does not link costs a compilation, and is kept anew."""
     quantized(CpuQuantizer(tmp_path / "kernels"))
-    for path in files(tmp_path):
-        if path.suffix == suffix:
-            whole = path.read_bytes()
-            bad = {"empty": b"", "cut": whole[: len(whole) // 2], "scribbled": b"?" * len(whole)}
-            path.write_bytes(bad[damage])
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](whole))
     quantized(CpuQuantizer(tmp_path / "kernels"))
+    assert files(tmp_path) == [path]
+    repaired = path.read_bytes()
+    assert decoded(repaired).name == "quantize_rows"
     quantized(CpuQuantizer(tmp_path / "kernels"))
+    assert path.read_bytes() == repaired
+
+
+def test_kept_kernels_that_are_not_ours_are_not_run(tmp_path: Path) -> None:
+    """A kept kernel that others could have written, or that is a link, is compiled again and replaced."""
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    (path,) = files(tmp_path)
+    path.chmod(0o666)
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    assert path.stat().st_mode & 0o777 == 0o600
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    quantized(CpuQuantizer(tmp_path / "kernels"))
+    assert not path.is_symlink()
+    assert decoded(path.read_bytes()).name == "quantize_rows"
+
+
+def test_kernels_of_another_compiler_or_processor_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another processor or compiler release made is neither loaded nor lost."""
+    quantized(CpuQuantizer(tmp_path))
+    first = set(files(tmp_path))
+    for number, seam in enumerate(("processor", "release"), 2):
+        kernel_cache._toolchain.cache_clear()
+        if seam == "processor":
+            monkeypatch.setattr(machine_code, "processor", lambda: "another one")
+        else:
+            monkeypatch.setattr(kernel_cache, "_version", lambda package: f"{package} 99")
+        quantized(CpuQuantizer(tmp_path))
+        assert len(files(tmp_path)) == number
+        assert first < set(files(tmp_path))
+    monkeypatch.undo()
+    kernel_cache._toolchain.cache_clear()
 
 
 def test_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
