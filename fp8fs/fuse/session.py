@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import msgspec
@@ -33,6 +34,7 @@ from fp8fs.fuse.outside import read_command, run
 from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
 from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
+from fp8fs.signals import Ended, handling, undisturbed
 
 __all__ = [
     "MountSpec",
@@ -70,7 +72,8 @@ def mount(spec: MountSpec, *, timeout_s: float = 3600.0, lifeline: int = -1) -> 
         try:
             return _await_answer(server, answers, prepared, timeout_s)
         except BaseException:
-            _end(server)
+            with undisturbed():
+                _end(server)
             raise
         finally:
             os.close(answers)
@@ -86,38 +89,45 @@ def mount_foreground(
 ) -> int:
     """Like ``mount``, then stays until the mount ends. Returns the server's exit code.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the server; if this process dies, it gets SIGTERM. *on_tick* is called
-    about four times a second (progress: ``read_status``); *on_log* with each line of the server's log (default: stderr).
+    SIGTERM, SIGINT and SIGHUP are passed on to the server; if this process dies, it gets SIGTERM. One that comes before
+    the mount is ready raises Ended, and nothing is mounted. *on_tick* is called about four times a second (progress:
+    ``read_status``); *on_log* with each line of the server's log (default: stderr).
     """
     say = on_log or (lambda line: print(line, file=sys.stderr))
     with _prepared(msgspec.structs.replace(spec, foreground=True, log_path="")) as prepared:
         server, answers = _start(prepared, subprocess.PIPE)
         lines = _Lines(server.stderr)
-        restore = [(number, signal.getsignal(number)) for number in _FORWARDED]
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, _frame: _pass_on(server, number))
+        mounted: Mounted | None = None
+        told: list[int] = []
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            told.append(number)
+            if mounted is not None and server.poll() is None:
+                server.send_signal(number)
+
         try:
-            mounted = None
-            while True:
-                wanted = [] if lines.ended else [lines.fd]
-                wanted += [] if mounted else [answers]
-                ready = readable(wanted, _TICK_S)
-                if lines.fd in ready:
-                    for line in lines.take():
-                        say(line)
-                if answers in ready and mounted is None:
-                    mounted = _await_answer(server, answers, prepared, _TICK_S)
-                    on_ready(mounted)
-                if lines.ended and server.poll() is not None:
-                    return server.returncode
-                if mounted and on_tick and not ready:
-                    on_tick(mounted)
+            with handling(dict.fromkeys(_FORWARDED, pass_on)):
+                while True:
+                    wanted = [] if lines.ended else [lines.fd]
+                    wanted += [] if mounted else [answers]
+                    ready = readable(wanted, _TICK_S)
+                    if lines.fd in ready:
+                        for line in lines.take():
+                            say(line)
+                    if told and mounted is None:
+                        raise Ended(told[0])
+                    if answers in ready and mounted is None:
+                        mounted = _await_answer(server, answers, prepared, _TICK_S)
+                        on_ready(mounted)
+                    if lines.ended and server.poll() is not None:
+                        return server.returncode
+                    if mounted and on_tick and not ready:
+                        on_tick(mounted)
         except BaseException:
-            _end(server)
+            with undisturbed():
+                _end(server)
             raise
         finally:
-            for number, handler in restore:
-                signal.signal(number, handler)
             os.close(answers)
             lines.close()
 
@@ -190,11 +200,14 @@ def _prepared(spec: MountSpec) -> Iterator[MountSpec]:
             created_dst=created,
         )
     except BaseException:
-        with contextlib.suppress(Fp8fsError):  # a server that was killed leaves its mount behind
-            clean_up_stale(dst)
-        if created:
-            with contextlib.suppress(OSError):
-                os.rmdir(dst)
+        with undisturbed():
+            with contextlib.suppress(
+                Fp8fsError
+            ):  # a server that was killed leaves its mount behind
+                clean_up_stale(dst)
+            if created:
+                with contextlib.suppress(OSError):
+                    os.rmdir(dst)
         raise
     finally:
         if reserved >= 0:
@@ -279,11 +292,6 @@ def _end(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
-
-
-def _pass_on(server: subprocess.Popen[bytes], number: int) -> None:
-    if server.poll() is None:
-        server.send_signal(number)
 
 
 def _open_log(path: str) -> IO[bytes]:

@@ -164,3 +164,10 @@ def factory(spec: MountSpec, *, bound: bool) -> Served:
         documents={"manifest.json": lambda: b"{}"},
     )
     return Served(view, facts, str(tree), str(root), engine.close)
+
+
+def never(spec: MountSpec, *, bound: bool) -> Served:
+    """A server that is never ready; ``SRC/begun`` says that it has come here."""
+    (Path(spec.src) / "begun").touch()
+    time.sleep(60)
+    return factory(spec, bound=bound)

@@ -231,6 +231,44 @@ def test_run_whose_mount_fails(tmp_path: Path, nothing_left: Callable[[], None])
     nothing_left()
 
 
+NEVER_READY = """
+import signal, sys
+from fp8fs.cli import main
+from fp8fs.fuse import session
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+made = session.MountSpec
+session.MountSpec = lambda **options: made(**options, factory="tests.mount.fakes:never")
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("option", ["--foreground", "--json"])
+def test_a_signal_before_the_mount_is_ready(
+    source: Path,
+    tmp_path: Path,
+    nothing_left: Callable[[], None],
+    number: signal.Signals,
+    option: str,
+) -> None:
+    """Whatever ends ``mount`` while its server still starts: 128 + N, no traceback, no server, DST as it was."""
+    words = ["mount", source, tmp_path / "mnt", "--store", tmp_path / "store", option]
+    process = subprocess.Popen(
+        [sys.executable, "-c", NEVER_READY, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert until((source / "begun").exists, 30)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (128 + number, "", "")
+    assert not (tmp_path / "mnt").exists()
+    nothing_left()
+
+
 FORKING = """
 import os, sys, time
 import fp8fs
