@@ -15,7 +15,14 @@ from fp8fs.core.recipe import BLOCK_SCHEMES, Decision, Recipe, scheme_of, shown
 from fp8fs.core.row_order import ungrouped
 from fp8fs.core.rules import GenericRule, ProfileRule, Rule
 from fp8fs.core.selection import select
-from fp8fs.core.texts import fused_block_warning, kept_groups, kept_modules, scheme_warning
+from fp8fs.core.spellings import other_spellings, tower_patterns
+from fp8fs.core.texts import (
+    fused_block_warning,
+    kept_groups,
+    kept_modules,
+    quantized_modules,
+    scheme_warning,
+)
 from fp8fs.core.view_names import as_at_run_time
 from fp8fs.errors import UsageError
 
@@ -63,7 +70,7 @@ class ComponentView:
     def ignored(
         self, sources: Sequence[Sequence[ViewTensor]], view: Sequence[Sequence[ViewTensor]]
     ) -> list[str]:
-        """Names for the ignore list: of every kept module, in the checkpoint's, the view's and the engine's spelling."""
+        """Names for the ignore list: of every kept module, in the checkpoint's, the view's and the readers' spellings."""
         kept = dict.fromkeys((*kept_modules(sources), *self._component.beside))
         if view is not sources:
             kept.update(dict.fromkeys(kept_modules(view)))
@@ -71,7 +78,14 @@ class ComponentView:
             self._component.kind == "diffusers"
         ):  # vLLM-Omni asks for fused modules by their own name
             kept.update(dict.fromkeys(kept_groups(sources)))
-        return list(kept) if self._profile is None else self._profile.ignored(kept)
+        names = list(kept) if self._profile is None else self._profile.ignored(kept)
+        if self._component.kind != "transformers":
+            return names
+        quantized = quantized_modules(sources)
+        names += other_spellings(names, quantized, self._component.config)
+        if self.scheme == "per_channel":
+            names += tower_patterns(kept, quantized)
+        return names
 
     def unquantized_warning(self) -> str:
         """Why no tensor is quantized."""
@@ -97,7 +111,7 @@ class ComponentView:
             )
         for warning in (
             scheme_warning(component, self.scheme),
-            fused_block_warning(view, self.scheme),
+            fused_block_warning(view, self.scheme, profile),
         ):
             if warning:
                 yield warning

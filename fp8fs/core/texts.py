@@ -10,6 +10,7 @@ from fp8fs.core.checkpoint import Component
 from fp8fs.core.index import encode_index, parse_index
 from fp8fs.core.json_text import set_key
 from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
+from fp8fs.core.profiles import Profile
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 from fp8fs.core.row_order import QKV
 from fp8fs.core.weightset import VARIANTS
@@ -20,6 +21,7 @@ __all__ = [
     "index_path",
     "kept_groups",
     "kept_modules",
+    "quantized_modules",
     "scheme_warning",
     "view_config",
     "view_index",
@@ -27,6 +29,8 @@ __all__ = [
 
 _SHARD_NUMBER = re.compile(r"-\d+-of-\d+(?=(\.[^.]+)?$)")
 _WEIGHT = ".weight"
+_HALVES = 2
+"""Scale slots of gate and up in one tensor, which are alike; of q, k and v in one, only the config knows the rows."""
 _EXPERTS = re.compile(r"((?:.+?\.)?experts)\.(?!\d)")
 """The module of all experts, in the name of a tensor that is not one expert's."""
 _STEMS = {"diffusers": "diffusion_pytorch_model"}
@@ -43,9 +47,12 @@ def scheme_warning(component: Component, scheme: str) -> str:
     return ""
 
 
-def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> str:
+def fused_block_warning(
+    shards: Iterable[Iterable[ViewTensor]], scheme: str, profile: Profile | None
+) -> str:
     """Fused layers that are no whole blocks, or "": a part's last blocks would reach into the next part.
 
+    ``profile``: of the class, it knows which tensors are two halves (gate and up) in one.
     Source: vLLM 0.32 ``ColumnParallelLinear`` lets them pass its check, and ``adjust_block_scale_shard`` then puts the
     scales of a part where the rows before it end, rounded up: past the end, or under rows of the part before.
     """
@@ -55,7 +62,7 @@ def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> 
         tensor.group or tensor.name
         for tensors in shards
         for tensor in tensors
-        if tensor.quantize and any(rows % BLOCK[0] for rows in _part_rows(tensor))
+        if tensor.quantize and any(rows % BLOCK[0] for rows in _part_rows(tensor, profile))
     }
     if not uneven:
         return ""
@@ -66,7 +73,7 @@ def fused_block_warning(shards: Iterable[Iterable[ViewTensor]], scheme: str) -> 
     )
 
 
-def _part_rows(tensor: ViewTensor) -> Iterable[int]:
+def _part_rows(tensor: ViewTensor, profile: Profile | None) -> Iterable[int]:
     """Rows of each part of a fused layer that this tensor holds; none if it is not fused."""
     rows = tensor.shape[0]
     if tensor.row_runs:
@@ -74,7 +81,10 @@ def _part_rows(tensor: ViewTensor) -> Iterable[int]:
     if len(tensor.pieces) > 1:
         row_bytes = tensor.nbytes // rows
         return [piece.nbytes // row_bytes for piece in tensor.pieces]
-    return (rows,) if tensor.group else ()
+    if tensor.group:
+        return (rows,)
+    slots = 1 if profile is None else profile.scale_slots(tensor.name.removesuffix(_WEIGHT))
+    return (rows // slots,) if slots == _HALVES else ()
 
 
 def index_path(component: Component) -> str:
@@ -156,6 +166,11 @@ def kept_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
             if (experts := _EXPERTS.match(tensor.name)) is not None:
                 found[experts[1]] = None
     return list(found)
+
+
+def quantized_modules(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:
+    """Modules whose weight becomes FP8, in source order."""
+    return [t.name[: -len(_WEIGHT)] for tensors in shards for t in tensors if t.quantize]
 
 
 def kept_groups(shards: Iterable[Iterable[ViewTensor]]) -> list[str]:

@@ -419,6 +419,16 @@ def test_fused_parts_of_uneven_blocks_are_named(rows: int, warned: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("half", "warned"), [(256, False), (144, True)])
+def test_halves_of_uneven_blocks_are_named(half: int, warned: bool) -> None:
+    """Gate and up in one tensor of the checkpoint, as MiniMax-H3's fc1 is, are warned about alike."""
+    name = "blocks.0.mlp.fc1"
+    texts = {"config.json": {"_class_name": "MiniMaxH3DiT"}}
+    source = checkpoint({ONE: linears(name, shape=(2 * half, 64))}, texts)
+    more = set(make_plan(source, scheme="block").warnings) - set(make_plan(source).warnings)
+    assert [("1 fused layers" in w and f"({name}" in w) for w in more] == ([True] if warned else [])
+
+
 def test_competing_weight_sets_are_hidden() -> None:
     """A second weight set is listed as hidden and not shown."""
     shapes = {TWO[0]: linears("layers.0.fc"), TWO[1]: linears("layers.1.fc")}
