@@ -68,7 +68,7 @@ def unmount(dst: str, *, lazy: bool = False, timeout_s: float = 5.0) -> UnmountR
         if lazy or not _detach_gently(known):
             _detach_all(dst)
     killed = _end_server(known, timeout_s)
-    held_by = _holders(mount.device)
+    held_by = _holders(mount)
     _tidy(known)
     return UnmountReport(
         dst=dst,
@@ -230,22 +230,34 @@ def _uses(pid: int, dst: str) -> bool:
     return False
 
 
-def _holders(device: str) -> list[int]:
-    """One process for each other mount namespace in which the filesystem is still mounted."""
-    seen = {_namespace("self")}
-    holders = []
+def _holders(gone: Mount) -> list[int]:
+    """One process for each other mount namespace in which the filesystem is still mounted.
+
+    Which namespace a process is in is not for everybody to see, but its mounts are, and their ids are unique in the whole
+    system: what is mounted under an id of ours is in our namespace. A device number alone may be another mount's by now.
+    """
+    ours = {mount.mount_id for mount in read_mountinfo()}
+    spaces, seen, holders = {_namespace("self")}, set[int](), []
     for pid in _pids():
         space = _namespace(str(pid))
-        if space in seen:
+        if space in spaces:
             continue
-        seen.add(space)
+        if space:
+            spaces.add(space)
         with contextlib.suppress(OSError):
-            if any(mount.device == device for mount in read_mountinfo(pid)):
+            showing = {mount.mount_id for mount in read_mountinfo(pid) if _is_same(mount, gone)}
+            if showing - ours - seen:
                 holders.append(pid)
+            seen |= showing
     return holders
 
 
+def _is_same(mount: Mount, gone: Mount) -> bool:
+    return (mount.device, mount.fstype, mount.source) == (gone.device, gone.fstype, gone.source)
+
+
 def _namespace(pid: str) -> str:
+    """Which mount namespace, "" if we may not know."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt")
     except OSError:

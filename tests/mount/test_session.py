@@ -23,6 +23,7 @@ from fp8fs.errors import (
     UsageError,
 )
 from fp8fs.fuse import session
+from fp8fs.fuse import unmount as unmounting
 from fp8fs.fuse.mountinfo import read_mountinfo
 from tests.mount.conftest import (
     REPOSITORY,
@@ -318,8 +319,11 @@ def test_umount_by_hand_ends_the_server(mount_fake: MountFake) -> None:
     assert state_files(fake) == []
 
 
-def test_other_namespaces_are_reported(mount_fake: MountFake, tmp_path: Path) -> None:
-    """Unmount says which process's namespace still shows the mount."""
+@pytest.mark.parametrize("readable", [True, False])
+def test_other_namespaces_are_reported(
+    mount_fake: MountFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    """Unmount says which process's namespace still shows the mount, even if it may not see which namespace that is."""
     if os.geteuid() != 0:
         pytest.skip("needs mount namespaces")
     (tmp_path / "mnt").mkdir()  # one that mount has made is removed, which detaches it everywhere
@@ -336,11 +340,34 @@ def test_other_namespaces_are_reported(mount_fake: MountFake, tmp_path: Path) ->
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()
+    if not readable:
+        hide_namespaces(monkeypatch)
     report = session.unmount(str(fake.dst))
     assert report.held_by == (holder.pid,)
     assert ended(fake.mounted.pid)
     holder.kill()
     holder.communicate()
+
+
+def hide_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an unprivileged user sees of other users' processes."""
+    monkeypatch.setattr(unmounting, "_namespace", lambda pid: "ours" if pid == "self" else "")
+
+
+def test_processes_of_this_namespace_hold_nothing(
+    mount_fake: MountFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose namespace is not for us to see, and is ours, is not said to be in another one."""
+    if os.geteuid() != 0:
+        pytest.skip("needs bind mounts")
+    fake = mount_fake(serve="inline")
+    (tmp_path / "again").mkdir()
+    subprocess.run(["mount", "--bind", fake.dst, tmp_path / "again"], check=True)
+    try:
+        hide_namespaces(monkeypatch)
+        assert session.unmount(str(fake.dst)).held_by == ()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "again"], check=True)
 
 
 FOREGROUND = """
