@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,19 @@ from tests.acceptance.harness import clean_up
 from tests.loader import harness
 from tests.loader.forks import ForkedScripts
 from tests.loader.mounts import MountedView
+from tests.loader.omni import Omni, Result, quantize_online
+
+
+@pytest.fixture(scope="session")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Omni]:
+    """vLLM-Omni, imported once."""
+    with closing(Omni(tmp_path_factory.mktemp("omni") / "log.txt")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def omni_source(
-    tmp_path_factory: pytest.TempPathFactory,
+    omni: Omni, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, dict[str, Any]]]:
     """``omni_source(model)``: the folder of a tiny BF16 pipeline and the facts about it."""
     made: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -25,10 +33,34 @@ def omni_source(
     def make(model: str) -> tuple[Path, dict[str, Any]]:
         if model not in made:
             pipeline = tmp_path_factory.mktemp(f"{model}-source") / "bf16"
-            made[model] = (pipeline, harness.make_omni_source(model, pipeline))
+            made[model] = (pipeline, omni.make_source(model, pipeline))
         return made[model]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def omni_online(
+    omni: Omni,
+    omni_source: Callable[[str], tuple[Path, dict[str, Any]]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Result]:
+    """``omni_online(model, ignored)``: the BF16 source, quantized by the engine itself in its ordinary loader.
+
+    Without the plugin, and once for equal arguments. ``ignored``: the layers that it is told to leave alone.
+    """
+    made: dict[tuple[str, ...], Result] = {}
+
+    def load(model: str, ignored: Sequence[str] = ()) -> Result:
+        key = (model, *sorted(ignored))
+        if key not in made:
+            source, _ = omni_source(model)
+            options = quantize_online(ignored_layers=list(ignored))
+            workdir = tmp_path_factory.mktemp("online")
+            (made[key],) = omni.load(source, *options, model=model, world=1, workdir=workdir)
+        return made[key]
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -94,31 +94,6 @@ def run_scripts(
                 process.wait()
 
 
-def run_omni_ranks(
-    pipeline: Path,
-    *options: object,
-    model: str,
-    world: int,
-    workdir: Path,
-    site: Path | None = None,
-    settings: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
-    """Load a pipeline with *world* gloo ranks of vLLM-Omni's DLO; one result per rank."""
-    shared = (pipeline, "--model", model, "--world", world, "--port", free_port(), *options)
-    ranks = [(*shared, "--rank", rank) for rank in range(world)]
-    return run_scripts(
-        "vllm-omni", "omni_load.py", ranks, workdir=workdir, site=site, settings=settings
-    )
-
-
-def make_omni_source(model: str, pipeline: Path) -> dict[str, Any]:
-    """Write the tiny BF16 pipeline of a model and return the facts about it."""
-    arguments = (pipeline, "--model", model, "--port", free_port())
-    return run_script(
-        "vllm-omni", "omni_make_source.py", *arguments, workdir=pipeline.parent / "make"
-    )
-
-
 def install_plugin(folder: Path) -> Path:
     """A folder for PYTHONPATH in which fp8fs is installed: the package, and the entry points of pyproject.toml."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

@@ -9,28 +9,13 @@ from typing import Any
 import pytest
 
 from tests.loader import harness
+from tests.loader.omni import Omni, Result, assert_right, digests
 from tests.loader.reference_pipeline import mark_as_view, write_fp8_pipeline
 
 pytestmark = [pytest.mark.loader, pytest.mark.slow]
 
 Source = Callable[[str], tuple[Path, dict[str, Any]]]
-
-
-def assert_right(results: list[dict[str, Any]], *, same_bytes: bool = True) -> None:
-    """Every rank saw the stored bytes everywhere, and every FP8 linear was called and is right."""
-    for result in results:
-        for part in (result["streamed"], result["resident"]):
-            assert part["mismatched"] == [] or not same_bytes
-            assert part["raised"] == {}
-            assert part["wrong"] == []
-        assert result["streamed"]["compared"] > 0
-        assert (
-            result["streamed"]["called"] + result["resident"]["called"] == result["fp8_linears"] > 0
-        )
-
-
-def digests(result: dict[str, Any]) -> tuple[str, str]:
-    return result["streamed"]["digest"], result["resident"]["digest"]
+Online = Callable[..., Result]
 
 
 @pytest.fixture
@@ -55,55 +40,41 @@ def test_per_tensor_is_mapped_and_equals_online_fp8(
     model: str,
     runtime_names: bool,
     view: Callable[..., Path],
-    omni_source: Source,
+    omni: Omni,
+    omni_online: Online,
     plugin: Path,
     tmp_path: Path,
 ) -> None:
     """With the plugin, a per-tensor view is mapped by two ranks, and what they compute with equals online FP8."""
     pipeline = view(model, "per_tensor", runtime_names=runtime_names)
-    mapped = harness.run_omni_ranks(
-        pipeline, model=model, world=2, workdir=tmp_path / "mapped", site=plugin
-    )
+    mapped = omni.load(pipeline, model=model, world=2, workdir=tmp_path / "mapped", site=plugin)
     assert_right(mapped)
     assert all(result["mapped"] and result["group_size"] == 2 for result in mapped)
-    source, _ = omni_source(model)
-    online = harness.run_omni_ranks(
-        source,
-        "--quantization",
-        "fp8",
-        model=model,
-        world=1,
-        workdir=tmp_path / "online",
-        site=plugin,
-    )
-    assert not online[0]["mapped"]
-    assert_right(online)
-    assert {digests(result) for result in mapped} == {digests(online[0])}
+    online = omni_online(model)
+    assert not online["mapped"]
+    assert_right([online])
+    assert {digests(result) for result in mapped} == {digests(online)}
 
 
 @pytest.mark.parametrize("model", ["h3", "wan", "qwen"])
 def test_per_tensor_loads_without_the_plugin(
-    model: str, view: Callable[..., Path], omni_source: Source, tmp_path: Path
+    model: str, view: Callable[..., Path], omni: Omni, omni_online: Online, tmp_path: Path
 ) -> None:
     """Without the plugin, the ordinary loader reads the same view and ends with the same tensors as online FP8."""
-    ordinary = harness.run_omni_ranks(
+    (ordinary,) = omni.load(
         view(model, "per_tensor"), model=model, world=1, workdir=tmp_path / "ordinary"
     )
-    assert not ordinary[0]["mapped"]
-    assert_right(ordinary)
-    source, _ = omni_source(model)
-    online = harness.run_omni_ranks(
-        source, "--quantization", "fp8", model=model, world=1, workdir=tmp_path / "online"
-    )
-    assert digests(ordinary[0]) == digests(online[0])
+    assert not ordinary["mapped"]
+    assert_right([ordinary])
+    assert digests(ordinary) == digests(omni_online(model))
 
 
 def test_rank_local_reads_the_mapping(
-    view: Callable[..., Path], plugin: Path, tmp_path: Path
+    view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """Without AllGather each rank streams from the mapping itself, with the same bytes."""
     pipeline = view("h3", "per_tensor")
-    results = harness.run_omni_ranks(
+    results = omni.load(
         pipeline, "--rank-local", model="h3", world=2, workdir=tmp_path / "run", site=plugin
     )
     assert_right(results)
@@ -112,10 +83,10 @@ def test_rank_local_reads_the_mapping(
 
 @pytest.mark.parametrize("kernel", ["cutlass-block", "triton-block", "deepgemm-block"])
 def test_block_scales_suit_the_cuda_kernels(
-    kernel: str, view: Callable[..., Path], plugin: Path, tmp_path: Path
+    kernel: str, view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """MiniMax-H3 with block scales in runtime row order is mapped, and each CUDA kernel class computes right with it."""
-    results = harness.run_omni_ranks(
+    results = omni.load(
         view("h3", "block"),
         "--kernel",
         kernel,
@@ -130,10 +101,10 @@ def test_block_scales_suit_the_cuda_kernels(
 
 
 def test_cutlass_takes_the_finished_per_tensor_linears(
-    view: Callable[..., Path], plugin: Path, tmp_path: Path
+    view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """The kernel of most GPUs finds the state that its own processing would have left."""
-    results = harness.run_omni_ranks(
+    results = omni.load(
         view("h3", "per_tensor"),
         "--kernel",
         "cutlass",
@@ -147,22 +118,20 @@ def test_cutlass_takes_the_finished_per_tensor_linears(
 
 
 def test_plugin_leaves_foreign_checkpoints_alone(
-    view: Callable[..., Path], plugin: Path, tmp_path: Path
+    view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """A checkpoint without fp8fs's manifest is treated as if the plugin were not installed."""
     pipeline = view("h3", "per_tensor", marked=False)
-    results = harness.run_omni_ranks(
-        pipeline, model="h3", world=1, workdir=tmp_path / "run", site=plugin
-    )
+    results = omni.load(pipeline, model="h3", world=1, workdir=tmp_path / "run", site=plugin)
     assert not results[0]["mapped"]
     assert_right(results)
 
 
 def test_plugin_can_be_switched_off(
-    view: Callable[..., Path], plugin: Path, tmp_path: Path
+    view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """With FP8FS_VLLM_OMNI=0 a view goes through the ordinary loader."""
-    results = harness.run_omni_ranks(
+    results = omni.load(
         view("h3", "per_tensor"),
         model="h3",
         world=1,
@@ -175,14 +144,14 @@ def test_plugin_can_be_switched_off(
 
 
 def test_plugin_steps_aside_for_an_unknown_engine(
-    view: Callable[..., Path], tmp_path: Path
+    view: Callable[..., Path], omni: Omni, tmp_path: Path
 ) -> None:
     """With a release that it was not tested with, the plugin says so in one line and changes nothing."""
     site = harness.install_plugin(tmp_path / "site")
     other = site / "vllm_omni-9.9.9.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 9.9.9\n")
-    results = harness.run_omni_ranks(
+    results = omni.load(
         view("h3", "per_tensor"), model="h3", world=1, workdir=tmp_path / "run", site=site
     )
     assert not results[0]["mapped"]
@@ -193,10 +162,10 @@ def test_plugin_steps_aside_for_an_unknown_engine(
 
 @pytest.mark.parametrize("model", ["wan", "qwen"])
 def test_checkpoint_names_fall_back(
-    model: str, view: Callable[..., Path], plugin: Path, tmp_path: Path
+    model: str, view: Callable[..., Path], omni: Omni, plugin: Path, tmp_path: Path
 ) -> None:
     """A view of Wan or Qwen-Image that keeps the checkpoint's names cannot be mapped, and loads all the same."""
-    results = harness.run_omni_ranks(
+    results = omni.load(
         view(model, "per_tensor"), model=model, world=1, workdir=tmp_path / "run", site=plugin
     )
     assert not results[0]["mapped"]

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.loader import harness
 from tests.loader.mounts import MountedView
-from tests.loader.test_omni_harness import Source, assert_right, digests
+from tests.loader.omni import Omni, Result, assert_right, digests
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 
 Mount = Callable[..., MountedView]
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "h3": (),
-    "wan": ("--names", "runtime"),
-    "qwen": ("--names", "runtime"),
+Source = Callable[[str], tuple[Path, dict[str, Any]]]
+Online = Callable[..., Result]
+
+RUNTIME = ("--names", "runtime")
+MAPPED: dict[str, tuple[str, ...]] = {"h3": (), "wan": RUNTIME, "wan22": RUNTIME, "qwen": RUNTIME}
+"""Model -> the options of a mount that DLO can map. wan22 has two transformers, the others one."""
+
+KEPT = {
+    "h3": {
+        "condition_proj",
+        "final_layer.adaln_proj.linear",
+        *(f"blocks.{number}.adaln_proj.linear" for number in range(4)),
+    }
 }
+"""Model -> linears that stay for quality, although the engine would build them as FP8."""
+
+
+def ignored_layers(view: MountedView) -> list[str]:
+    """What a view tells the engine to build unquantized."""
+    config = json.loads((view.path / "transformer" / "config.json").read_bytes())
+    ignored: list[str] = config["quantization_config"]["ignored_layers"]
+    return ignored
 
 
 def everything(facts: dict[str, Any]) -> list[str]:
@@ -27,93 +44,171 @@ def everything(facts: dict[str, Any]) -> list[str]:
     return [word for linear in facts["fp8_linears"] for word in ("--quantize", f"{linear}.weight")]
 
 
-@pytest.mark.parametrize("model", [pytest.param("h3", marks=pytest.mark.engine_ci), "wan", "qwen"])
-def test_per_tensor_is_mapped_cold_and_warm(
-    model: str, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "model", [pytest.param("h3", marks=pytest.mark.engine_ci), "wan", "wan22", "qwen"]
+)
+def test_it_is_mapped_cold_and_warm_and_equals_online_fp8(
+    model: str,
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    omni_online: Online,
+    plugin: Path,
+    tmp_path: Path,
 ) -> None:
-    """Two ranks at once map an empty store's view, make each tensor once, and see the same again when it is warm."""
-    source, _ = omni_source(model)
-    view = mounted(source, "--scheme", "per_tensor", *OPTIONS[model])
-    cold = harness.run_omni_ranks(
-        view.path, model=model, world=2, workdir=tmp_path / "cold", site=plugin
-    )
+    """Two ranks at once map an empty store's view, and each tensor is made once; warm, nothing is made. Both loads
+    equal online FP8 of the same linears: all that the engine would quantize, but for the quality exclusions."""
+    source, facts = omni_source(model)
+    view = mounted(source, "--scheme", "per_tensor", *MAPPED[model])
+    cold = omni.load(view.path, model=model, world=2, workdir=tmp_path / "cold", site=plugin)
     assert_right(cold)
     assert all(result["mapped"] and result["group_size"] == 2 for result in cold)
     view.assert_made_once()
+    online = omni_online(model, ignored_layers(view))
     view.remount()
-    warm = harness.run_omni_ranks(
-        view.path, model=model, world=2, workdir=tmp_path / "warm", site=plugin
-    )
+    warm = omni.load(view.path, model=model, world=2, workdir=tmp_path / "warm", site=plugin)
     assert_right(warm)
     assert all(result["mapped"] for result in warm)
     view.assert_nothing_made()
-    assert len({digests(result) for result in (*cold, *warm)}) == 1
+    assert_right([online])
+    built = {name.partition(".")[2] for name in online["fp8_linears"]}
+    assert built == set(facts["fp8_linears"]) - KEPT.get(model, set())
+    for result in (*cold, *warm):
+        assert result["fp8_linears"] == online["fp8_linears"]
+        assert digests(result) == digests(online)
 
 
-@pytest.mark.engine_ci
-def test_h3_equals_online_fp8(
-    mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+def test_h3_without_exclusions_equals_online_fp8(
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    omni_online: Online,
+    plugin: Path,
+    tmp_path: Path,
 ) -> None:
-    """A view that quantizes all that the engine would has the digest of online FP8 through the ordinary loader."""
+    """A view that quantizes all that the engine would has the digest of online FP8 with no layer ignored."""
     source, facts = omni_source("h3")
     view = mounted(source, "--scheme", "per_tensor", *everything(facts))
-    mapped = harness.run_omni_ranks(
-        view.path, model="h3", world=2, workdir=tmp_path / "mapped", site=plugin
-    )
+    mapped = omni.load(view.path, model="h3", world=2, workdir=tmp_path / "mapped", site=plugin)
     assert_right(mapped)
-    assert all(result["mapped"] for result in mapped)
-    online = harness.run_omni_ranks(
-        source, "--quantization", "fp8", model="h3", world=1, workdir=tmp_path / "online"
-    )
-    assert mapped[0]["fp8_linears"] == online[0]["fp8_linears"]
-    assert {digests(result) for result in mapped} == {digests(online[0])}
+    online = omni_online("h3")
+    for result in mapped:
+        assert result["mapped"]
+        assert result["fp8_linears"] == online["fp8_linears"]
+        assert digests(result) == digests(online)
 
 
-@pytest.mark.parametrize("serve", ["handoff", "inline"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("h3", ()),
+        ("h3", ("--serve", "inline")),
+        ("wan", ()),
+        ("wan", RUNTIME),
+        ("wan22", ()),
+        ("qwen", ()),
+        ("qwen", RUNTIME),
+    ],
+)
 def test_ordinary_loader_without_the_plugin(
-    serve: str, mounted: Mount, omni_source: Source, tmp_path: Path
+    model: str,
+    options: tuple[str, ...],
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    omni_online: Online,
+    tmp_path: Path,
 ) -> None:
-    """Without the plugin the ordinary loader reads the same view, in either serve mode."""
-    source, _ = omni_source("h3")
-    view = mounted(source, "--scheme", "per_tensor", "--serve", serve)
-    results = harness.run_omni_ranks(view.path, model="h3", world=1, workdir=tmp_path / "ordinary")
-    assert not results[0]["mapped"]
-    assert_right(results)
+    """Without the plugin the ordinary loader reads a cold view, of either names and serve mode, and ends with the
+    tensors of online FP8."""
+    view = mounted(omni_source(model)[0], "--scheme", "per_tensor", *options)
+    (result,) = omni.load(view.path, model=model, world=1, workdir=tmp_path / "ordinary")
+    assert not result["mapped"]
+    assert_right([result])
+    view.assert_made_once()
+    assert digests(result) == digests(omni_online(model, ignored_layers(view)))
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_world_sizes(
-    world: int, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+    world: int, omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
 ) -> None:
     """One rank and four at once read a cold view; each tensor is made once."""
     view = mounted(omni_source("h3")[0], "--scheme", "per_tensor")
-    results = harness.run_omni_ranks(
-        view.path, model="h3", world=world, workdir=tmp_path / "run", site=plugin
-    )
+    results = omni.load(view.path, model="h3", world=world, workdir=tmp_path / "run", site=plugin)
     assert_right(results)
-    assert all(result["group_size"] == world for result in results)
+    assert all(result["mapped"] and result["group_size"] == world for result in results)
     view.assert_made_once()
+    assert len({digests(result) for result in results}) == 1
 
 
-def test_rank_local(mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["h3", "wan22"])
+def test_rank_local(
+    model: str, omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+) -> None:
     """Without AllGather each of two ranks reads all of a cold view; each tensor is made once."""
-    view = mounted(omni_source("h3")[0], "--scheme", "per_tensor")
-    results = harness.run_omni_ranks(
-        view.path, "--rank-local", model="h3", world=2, workdir=tmp_path / "run", site=plugin
+    view = mounted(omni_source(model)[0], "--scheme", "per_tensor", *MAPPED[model])
+    results = omni.load(
+        view.path, "--rank-local", model=model, world=2, workdir=tmp_path / "run", site=plugin
     )
     assert_right(results)
     assert all(result["mapped"] and result["rank_local"] for result in results)
     view.assert_made_once()
 
 
-@pytest.mark.parametrize("kernel", ["cutlass-block", "triton-block"])
-def test_h3_block(
-    kernel: str, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [
+        ("h3", "cutlass-block"),
+        ("h3", "triton-block"),
+        ("h3", "deepgemm-block"),
+        ("wan", "triton-block"),
+        ("qwen", "cutlass-block"),
+    ],
+)
+def test_block_is_mapped(
+    model: str,
+    kernel: str,
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    plugin: Path,
+    tmp_path: Path,
 ) -> None:
-    """MiniMax-H3 with block scales is mapped, and the CUDA kernel classes compute right with it."""
-    view = mounted(omni_source("h3")[0], "--scheme", "block")
-    results = harness.run_omni_ranks(
-        view.path, "--kernel", kernel, model="h3", world=2, workdir=tmp_path / "run", site=plugin
+    """A cold view with block scales is mapped, and the CUDA kernel classes compute right with it."""
+    view = mounted(omni_source(model)[0], "--scheme", "block", *MAPPED[model])
+    results = omni.load(
+        view.path, "--kernel", kernel, model=model, world=2, workdir=tmp_path / "run", site=plugin
     )
-    assert_right(results)
+    # DeepGEMM halves the scale of a block whose largest value was rounded down to a power of two, and doubles its bytes.
+    assert_right(results, same_bytes=kernel != "deepgemm-block")
     assert all(result["mapped"] for result in results)
+    view.assert_made_once()
+
+
+@pytest.mark.parametrize("model", ["wan", "qwen"])
+def test_block_loads_without_the_plugin(
+    model: str, omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
+) -> None:
+    """The ordinary loader reads a view with block scales under the checkpoint's names."""
+    view = mounted(omni_source(model)[0], "--scheme", "block")
+    results = omni.load(
+        view.path, "--kernel", "triton-block", model=model, world=1, workdir=tmp_path / "run"
+    )
+    assert not results[0]["mapped"]
+    assert_right(results)
+
+
+def test_h3_block_without_the_plugin_shows_the_engines_own_fault(
+    omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
+) -> None:
+    """0.30.0 maps block scales by itself, and leaves the rows of the resident qkv as they are stored: those alone."""
+    view = mounted(omni_source("h3")[0], "--scheme", "block")
+    (result,) = omni.load(
+        view.path, "--kernel", "triton-block", model="h3", world=1, workdir=tmp_path / "run"
+    )
+    assert result["mapped"]
+    assert result["streamed"]["mismatched"] == result["streamed"]["wrong"] == []
+    assert result["resident"]["mismatched"] == [
+        "transformer.token_refiner.blocks.0.attn.qkv_proj.weight"
+    ]

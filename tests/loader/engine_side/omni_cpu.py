@@ -6,11 +6,13 @@ CPU; the loader, the planner, the offload backend and the models are the engine'
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import sys
 import types
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault(
+    "TORCH_COMPILE_DISABLE", "1"
+)  # compiling takes longer than all that is computed
 
 import missing_ops
 import torch
@@ -71,8 +76,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGS["wan22"] = CONFIGS["wan"] | {"num_layers": 2}  # two experts
+
+
+def components(model: str) -> tuple[str, ...]:
+    """The folders of a pipeline's transformers, each with a config and weights of its own."""
+    return ("transformer", "transformer_2") if model == "wan22" else ("transformer",)
+
+
+@functools.cache
 def bring_up() -> None:
-    """Make this process able to run DLO on CPU. Call before anything else of the engine is imported."""
+    """Make this process able to run DLO on CPU. Call before anything else of the engine is imported. Repeatable."""
     _give_platform_a_cpu()
     _let_gloo_gather_fp8()
     _stand_in_for_cosmos3()
@@ -123,8 +137,8 @@ def _stand_in_for_cosmos3() -> None:
     sys.modules.setdefault(module.__name__, module)
 
 
-def join_group(rank: int, world: int, port: int) -> None:
-    """Join a gloo group through the engine's own set-up, all ranks data-parallel."""
+def announce_rank(rank: int, world: int, port: int) -> None:
+    """Say in the environment, as torchrun does, which rank this process is and where the others meet."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -132,6 +146,11 @@ def join_group(rank: int, world: int, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def join_group(rank: int, world: int, port: int) -> None:
+    """Join a gloo group through the engine's own set-up, all ranks data-parallel."""
+    announce_rank(rank, world, port)
     from vllm_omni.diffusion.distributed import parallel_state
 
     parallel_state.init_distributed_environment(
@@ -160,9 +179,18 @@ def vllm_context() -> AbstractContextManager[Any]:
 
 
 def diffusion_config(
-    pipeline_dir: Path, *, world: int = 1, quantization: str | None = None, all_gather: bool = True
+    pipeline_dir: Path,
+    *,
+    world: int = 1,
+    quantization: str | dict[str, Any] | None = None,
+    all_gather: bool = True,
+    offload: bool = True,
+    parallel: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The engine's configuration for a pipeline folder, with DLO on."""
+    """The engine's configuration for a pipeline folder, with DLO on unless *offload* says otherwise.
+
+    ``parallel``: the engine's parallel settings; without them all ranks are data-parallel.
+    """
     from vllm_omni.diffusion.data import (
         DiffusionParallelConfig,
         OmniDiffusionConfig,
@@ -173,8 +201,8 @@ def diffusion_config(
         model=str(pipeline_dir),
         dtype=torch.bfloat16,
         quantization_config=quantization,
-        parallel_config=DiffusionParallelConfig(data_parallel_size=world, sequence_parallel_size=1),
-        enable_distributed_layerwise_offload=True,
+        parallel_config=DiffusionParallelConfig(**(parallel or {"data_parallel_size": world})),
+        enable_distributed_layerwise_offload=offload,
         dlo_use_allgather=all_gather,
         pin_cpu_memory=False,
     )
@@ -192,7 +220,7 @@ def build_transformer(
         from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
 
         return MiniMaxH3DiTModel(diffusion, quant_config=quantization, diffusers_weights=False)
-    if model == "wan":
+    if model.startswith("wan"):
         from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel
 
         return WanTransformer3DModel(
@@ -211,28 +239,28 @@ def _constructor_arguments(cls: type, config: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in accepted}
 
 
-def pipeline_class(model: str, pipeline_dir: Path, config: dict[str, Any]) -> type[torch.nn.Module]:
-    """A pipeline with nothing but the transformer, loaded the way the engine's pipelines load theirs."""
+def pipeline_class(model: str, pipeline_dir: Path) -> type[torch.nn.Module]:
+    """A pipeline with nothing but its transformers, loaded the way the engine's pipelines load theirs."""
 
     class TinyPipeline(torch.nn.Module):
         def __init__(self, od_config: Any) -> None:
             super().__init__()
             from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
-            from vllm_omni.quantization.component_config import resolve_component_quant_config
 
-            self.weights_sources = [
-                DiffusersPipelineLoader.ComponentSource(
+            self.weights_sources = []
+            for component in components(model):
+                source = DiffusersPipelineLoader.ComponentSource(
                     model_or_path=str(pipeline_dir),
-                    subfolder="transformer",
+                    subfolder=component,
                     revision=None,
-                    prefix="transformer.",
+                    prefix=f"{component}.",
                     fall_back_to_pt=False,
                 )
-            ]
-            quantization = resolve_component_quant_config(
-                od_config.quantization_config, "transformer"
-            )
-            self.transformer = build_transformer(model, config, od_config, quantization)
+                self.weights_sources.append(source)
+                config = read_json(pipeline_dir / component / "config.json")
+                quantization = component_quantization(model, component, config, od_config)
+                transformer = build_transformer(model, config, od_config, quantization)
+                self.add_module(component, transformer)
 
         def load_weights(self, weights: Any) -> Any:
             from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -240,6 +268,35 @@ def pipeline_class(model: str, pipeline_dir: Path, config: dict[str, Any]) -> ty
             return AutoWeightsLoader(self).load_weights(weights)
 
     return TinyPipeline
+
+
+def component_quantization(
+    model: str, component: str, config: dict[str, Any], diffusion: Any
+) -> Any:
+    """How a pipeline of that model resolves the quantization of one of its transformers: Wan looks at each config."""
+    if not model.startswith("wan"):
+        from vllm_omni.quantization.component_config import resolve_component_quant_config
+
+        return resolve_component_quant_config(diffusion.quantization_config, component)
+    from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import (
+        resolve_wan_transformer_quant_config,
+    )
+
+    of_all = (
+        None if diffusion.quantization_config_is_auto_detected else diffusion.quantization_config
+    )
+    return resolve_wan_transformer_quant_config(config, of_all, component)
+
+
+def take_rows_as_stored() -> None:
+    """Let no adapter of the engine reorder rows: a normalized cache has the runtime's. Call when plugins are loaded.
+
+    No release of the engine has a loader of such caches. What one does on a hit (it binds the tensors by name, and
+    finishes the linears) the plugin does for any class whose checkpoint it takes for a runtime layout.
+    """
+    from fp8fs.integrations import vllm_omni
+
+    vllm_omni.RUNTIME_NAME_CLASSES |= {"MiniMaxH3DiTModel"}
 
 
 def read_json(path: Path) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,31 +22,53 @@ import reference_fp8
 import reporting
 import torch
 
+ENGINE_MODULES = (
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm_omni.diffusion.model_loader.diffusers_loader",
+    "vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer",
+    "vllm_omni.diffusion.models.qwen_image.qwen_image_transformer",
+    "vllm_omni.diffusion.models.wan2_2.wan2_2_transformer",
+    "vllm_omni.diffusion.offloader",
+    "vllm_omni.engine.arg_utils",
+    "vllm_omni.model_executor.models",
+)
+"""What a load imports sooner or later; a fork inherits it."""
 LINEAR_TOLERANCE = 0.06  # of the largest output: activations are quantized too
 
 
 class StoredCheckpoint:
-    """The tensors of a pipeline's transformer folder, in runtime layout."""
+    """The tensors of a pipeline's transformers, in runtime layout and by runtime name ("transformer.blocks...").
 
-    def __init__(self, model: str, folder: Path, config: dict[str, Any]) -> None:
+    ``runtime_rows``: rows are stored as the runtime has them, also where the model's own checkpoints differ.
+    """
+
+    def __init__(self, model: str, pipeline: Path, *, runtime_rows: bool) -> None:
         from safetensors import safe_open
 
         self._model = model
-        self._config = config
-        handles = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
-        self._handles = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        self._grouped: tuple[int, int] | None = None
+        if model == "h3" and not runtime_rows:
+            config = omni_cpu.CONFIGS[model]
+            self._grouped = (config["num_attention_heads"], config["attention_head_dim"])
+        self._handles: dict[str, Any] = {}
+        for component in omni_cpu.components(model):
+            for path in sorted((pipeline / component).glob("*.safetensors")):
+                handle = safe_open(path, "pt")
+                self._handles |= {f"{component}.{name}": handle for name in handle.keys()}  # noqa: SIM118
 
     def runtime_tensor(self, name: str) -> torch.Tensor | None:
         """The stored bytes behind a runtime tensor, or None if the checkpoint does not store it."""
-        names = [name] if name in self._handles else omni_names.checkpoint_names(self._model, name)
+        component, _, local_name = name.partition(".")
+        names = [name]
+        if name not in self._handles:
+            stored = omni_names.checkpoint_names(self._model, local_name)
+            names = [f"{component}.{n}" for n in stored]
         if not all(n in self._handles for n in names):
             return None
-        parts = [self._handles[n].get_tensor(n) for n in names]
+        parts = [self._handles[n].get_tensor(n.partition(".")[2]) for n in names]
         tensor = torch.cat(parts) if len(parts) > 1 and parts[0].ndim else parts[0]
-        if self._model == "h3" and name.endswith("qkv_proj.weight"):
-            tensor = omni_names.ungroup_qkv_rows(
-                tensor, self._config["num_attention_heads"], self._config["attention_head_dim"]
-            )
+        if self._grouped and name.endswith("qkv_proj.weight"):
+            tensor = omni_names.ungroup_qkv_rows(tensor, *self._grouped)
         return tensor
 
     def dequantized(self, linear: str) -> torch.Tensor | None:
@@ -87,7 +111,7 @@ class Inspector:
             shape = list(tensor.shape) if tensor.numel() > 1 else []
             content = hashlib.sha256(raw_bytes(tensor).numpy().tobytes()).hexdigest()
             self._digests.append((name, f"{tensor.dtype} {shape} {content}"))
-        stored = self._checkpoint.runtime_tensor(name.removeprefix("transformer."))
+        stored = self._checkpoint.runtime_tensor(name)
         if (
             stored is not None
             and stored.dtype == tensor.dtype
@@ -99,8 +123,7 @@ class Inspector:
     def call(self, name: str) -> None:
         """Run one FP8 linear on seeded activations and compare with the dequantized checkpoint."""
         linear = self.fp8_linears[name]
-        base = name.removeprefix("transformer.")
-        weight = self._checkpoint.dequantized(base)
+        weight = self._checkpoint.dequantized(name)
         if weight is None:  # online quantization: the module's own weight is all there is
             # Processing left it as an (in, out) view of the rows: recognizable by its strides, also if it is square.
             rows = linear.weight.t() if linear.weight.stride(0) == 1 else linear.weight
@@ -109,7 +132,7 @@ class Inspector:
             8, linear.input_size, generator=torch.Generator().manual_seed(1)
         ).bfloat16()
         expected = activations.float() @ weight.t()
-        bias = self._checkpoint.runtime_tensor(f"{base}.bias")
+        bias = self._checkpoint.runtime_tensor(f"{name}.bias")
         if bias is not None and not linear.skip_bias_add:
             expected += bias.float()
         self.called += 1
@@ -159,11 +182,20 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-def main(options: argparse.Namespace) -> dict[str, Any]:
+def load_engine() -> None:
+    """Import what a run needs, made able to run on CPU."""
     omni_cpu.bring_up()
+    for module in ENGINE_MODULES:
+        importlib.import_module(module)
+
+
+def main(options: argparse.Namespace) -> dict[str, Any]:
+    load_engine()
     from vllm_omni.plugins import load_omni_general_plugins
 
     load_omni_general_plugins()  # as the engine's worker does first; nothing happens if no plugin is installed
+    if options.runtime_rows:
+        omni_cpu.take_rows_as_stored()
     omni_cpu.join_group(options.rank, options.world, options.port)
     if options.kernel:
         import cuda_kernels
@@ -179,8 +211,6 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         return plans[-1]
 
     diffusers_loader.build_checkpoint_mmap_plan = build_and_remember
-    folder = options.directory / "transformer"
-    config = omni_cpu.read_json(folder / "config.json")
     diffusion = omni_cpu.diffusion_config(
         options.directory,
         world=options.world,
@@ -194,20 +224,21 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         pipeline = loader.load_model(
             load_device="cpu",
             load_format="custom_pipeline",
-            custom_pipeline_name=omni_cpu.pipeline_class(options.model, options.directory, config),
+            custom_pipeline_name=omni_cpu.pipeline_class(options.model, options.directory),
             device=torch.device("cpu"),
         )
         mapped = loader.host_weight_plan is not None
         pipeline, backend = enable_offload_backend(diffusion, pipeline, device=torch.device("cpu"))
 
-    checkpoint = StoredCheckpoint(options.model, folder, config)
+    checkpoint = StoredCheckpoint(
+        options.model, options.directory, runtime_rows=options.runtime_rows
+    )
     streamed, resident = Inspector(pipeline, checkpoint), Inspector(pipeline, checkpoint)
     names = {id(module): name for name, module in pipeline.named_modules()}
-    blocks = backend._blocks[0]
+    blocks = [block for stack in backend._blocks for block in stack]
     in_blocks: set[int] = set()
-    for turn in range(
-        2
-    ):  # twice around the ring of blocks: a slot that is reused must hold the right bytes too
+    # Twice around the rings of blocks: a slot that is reused must hold the right bytes too.
+    for turn in range(2):
         for block in blocks:
             hook = block._hook_registry.get_hook("distributed_layerwise_offload")
             hook.pre_forward(block)
@@ -234,7 +265,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         "mapped": mapped,
         "rank_local": backend._using_rank_local_mmap,
         "group_size": backend.dp_size,
-        "fp8_linears": len(streamed.fp8_linears),
+        "fp8_linears": sorted(streamed.fp8_linears),
         "kernel": type(
             getattr(getattr(any_linear, "quant_method", None), "fp8_linear", None)
         ).__name__,
@@ -243,18 +274,28 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("directory", type=Path)
-    arguments.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
-    arguments.add_argument("--rank", type=int, required=True)
-    arguments.add_argument("--world", type=int, required=True)
-    arguments.add_argument("--port", type=int, required=True)
-    arguments.add_argument(
-        "--quantization", help="quantize online, as the engine's flag of that name does"
-    )
-    arguments.add_argument(
+def quantization(text: str) -> str | dict[str, Any]:
+    """What the engine's flag of that name takes: a method, or a JSON object of its settings."""
+    return dict(json.loads(text)) if text.startswith("{") else text
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--quantization", type=quantization, help="quantize online")
+    parser.add_argument(
         "--rank-local", action="store_true", help="no AllGather: each rank reads all of it"
     )
-    arguments.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
-    reporting.run_and_report(main, arguments)
+    parser.add_argument(
+        "--runtime-rows", action="store_true", help="rows are stored in the runtime's order"
+    )
+    parser.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
+    return parser
+
+
+if __name__ == "__main__":
+    reporting.run_and_report(main, arguments())

@@ -19,16 +19,21 @@ import torch
 SHARDS = 2
 
 
+def load_engine() -> None:
+    """Import what a run needs, made able to run on CPU."""
+    omni_cpu.bring_up()
+
+
 def main(options: argparse.Namespace) -> dict[str, Any]:
-    from safetensors.torch import save_file
+    load_engine()
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm_omni.quantization import build_quant_config
 
-    omni_cpu.bring_up()
     config = omni_cpu.CONFIGS[options.model]
-    folder = options.directory / "transformer"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for component in omni_cpu.components(options.model):
+        folder = options.directory / component
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
     (options.directory / "model_index.json").write_text(json.dumps({"_class_name": "TinyPipeline"}))
     omni_cpu.join_group(0, 1, options.port)
     serialized_fp8 = build_quant_config(
@@ -42,16 +47,31 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         diffusion = omni_cpu.diffusion_config(options.directory)
         plain = omni_cpu.build_transformer(options.model, config, diffusion, None)
         quantized = omni_cpu.build_transformer(options.model, config, diffusion, serialized_fp8)
+    for seed, component in enumerate(omni_cpu.components(options.model)):
+        _write_weights(options.model, plain, options.directory / component, seed)
+    return {
+        "fp8_linears": [
+            name.removesuffix(".weight_scale")
+            for name, _ in quantized.named_parameters()
+            if name.endswith(".weight_scale")
+        ],
+        "runtime_dtypes": {
+            name: str(target.dtype).removeprefix("torch.")
+            for name, target in _persistent_tensors(plain)
+        },
+    }
+
+
+def _write_weights(model: str, plain: torch.nn.Module, folder: Path, seed: int) -> None:
+    """Random weights for every tensor of a transformer, in shards with an index."""
+    from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
-    runtime_dtypes: dict[str, str] = {}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for position, (name, target) in enumerate(_persistent_tensors(plain)):
         spread = 0.02 + 0.03 * (position % 4)  # different amax for different tensors
         values = (torch.randn(target.shape, generator=generator) * spread).to(target.dtype)
-        runtime_dtypes[name] = str(target.dtype).removeprefix("torch.")
-        tensors.update(_checkpoint_tensors(options.model, name, values))
-
+        tensors.update(_checkpoint_tensors(model, name, values))
     names = sorted(tensors)
     per_shard = -(-len(names) // SHARDS)
     weight_map = {}
@@ -69,12 +89,6 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(
         json.dumps(index, indent=1)
     )
-    fp8_linears = {
-        name.removesuffix(".weight_scale"): parameter.numel()
-        for name, parameter in quantized.named_parameters()
-        if name.endswith(".weight_scale")
-    }
-    return {"tensors": len(tensors), "fp8_linears": fp8_linears, "runtime_dtypes": runtime_dtypes}
 
 
 def _persistent_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -94,9 +108,13 @@ def _checkpoint_tensors(
     return dict(zip(names, values.chunk(len(names)), strict=True))
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
+    parser.add_argument("--port", type=int, required=True)
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("directory", type=Path)
-    arguments.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
-    arguments.add_argument("--port", type=int, required=True)
-    reporting.run_and_report(main, arguments)
+    reporting.run_and_report(main, arguments())

@@ -26,6 +26,9 @@ RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+RENAMES["wan22"] = RENAMES["wan"]
+
+
 def checkpoint_names(model: str, runtime_name: str) -> list[str]:
     """The checkpoint tensors that one runtime tensor is made of, in row order; nearly always one."""
     name = runtime_name
