@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ class MountedView:
 
     def status(self) -> dict[str, Any]:
         return self._command.status(self.path)
+
+    def ignored_layers(self) -> list[str]:
+        """What the view of a pipeline tells an engine to build unquantized."""
+        config = json.loads((self.path / "transformer" / "config.json").read_bytes())
+        ignored: list[str] = config["quantization_config"]["ignored_layers"]
+        return ignored
 
     def assert_made_once(self) -> None:
         """Every planned unit was made, none twice: what was written is what the plan has."""
@@ -49,3 +57,17 @@ class MountedView:
     def _mount(self) -> None:
         self._command.mount(self._source, self.path, *self._options)
         self._is_mounted = True
+
+
+def cold_and_warm(view: MountedView, read: Callable[[Path], Any]) -> Any:
+    """What *read* makes of the view while it is filled, which is what it makes of it afterwards.
+
+    Every unit is made once then, and none again.
+    """
+    cold = read(view.path)
+    view.assert_made_once()
+    view.remount()
+    warm = read(view.path)
+    view.assert_nothing_made()
+    assert cold == warm
+    return cold

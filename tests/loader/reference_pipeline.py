@@ -80,6 +80,23 @@ def write_fp8_pipeline(
     (target / "transformer" / "config.json").write_text(json.dumps(config))
 
 
+def write_runtime_pipeline(
+    source: Path, target: Path, *, model: str, facts: dict[str, Any]
+) -> None:
+    """The same BF16 pipeline under the runtime's names, rows joined and dtypes as at run time."""
+    stored = read_tensors(source / "transformer")
+    output = {
+        name: torch.cat([stored[part] for part in omni_names.checkpoint_names(model, name)]).to(
+            getattr(torch, dtype)
+        )
+        for name, dtype in facts["runtime_dtypes"].items()
+    }
+    (target / "transformer").mkdir(parents=True)
+    shutil.copy(source / "model_index.json", target)
+    shutil.copy(source / "transformer" / "config.json", target / "transformer")
+    save_file(output, target / "transformer" / SHARD, metadata={"format": "pt"})
+
+
 def mark_as_view(pipeline: Path) -> None:
     """Put the file there by which the plugin knows a view."""
     (pipeline / ".fp8fs").mkdir()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.loader import harness
 from tests.loader.omni import Omni, Result, assert_right, digests
 from tests.loader.reference_pipeline import mark_as_view, write_fp8_pipeline
 
@@ -141,23 +140,6 @@ def test_plugin_can_be_switched_off(
     )
     assert not results[0]["mapped"]
     assert_right(results)
-
-
-def test_plugin_steps_aside_for_an_unknown_engine(
-    view: Callable[..., Path], omni: Omni, tmp_path: Path
-) -> None:
-    """With a release that it was not tested with, the plugin says so in one line and changes nothing."""
-    site = harness.install_plugin(tmp_path / "site")
-    other = site / "vllm_omni-9.9.9.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 9.9.9\n")
-    results = omni.load(
-        view("h3", "per_tensor"), model="h3", world=1, workdir=tmp_path / "run", site=site
-    )
-    assert not results[0]["mapped"]
-    assert_right(results)
-    log = (tmp_path / "run" / "log0.txt").read_text()
-    assert log.count("fp8fs plugin is not active: vllm-omni 9.9.9") == 1
 
 
 @pytest.mark.parametrize("model", ["wan", "qwen"])

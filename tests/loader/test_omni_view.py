@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ KEPT = {
 """Model -> linears that stay for quality, although the engine would build them as FP8."""
 
 
-def ignored_layers(view: MountedView) -> list[str]:
-    """What a view tells the engine to build unquantized."""
-    config = json.loads((view.path / "transformer" / "config.json").read_bytes())
-    ignored: list[str] = config["quantization_config"]["ignored_layers"]
-    return ignored
-
-
 def everything(facts: dict[str, Any]) -> list[str]:
     """Options with which a view quantizes every linear that the engine builds as FP8, quality exclusions too."""
     return [word for linear in facts["fp8_linears"] for word in ("--quantize", f"{linear}.weight")]
@@ -64,7 +56,7 @@ def test_it_is_mapped_cold_and_warm_and_equals_online_fp8(
     assert_right(cold)
     assert all(result["mapped"] and result["group_size"] == 2 for result in cold)
     view.assert_made_once()
-    online = omni_online(model, ignored_layers(view))
+    online = omni_online(model, view.ignored_layers())
     view.remount()
     warm = omni.load(view.path, model=model, world=2, workdir=tmp_path / "warm", site=plugin)
     assert_right(warm)
@@ -126,7 +118,7 @@ def test_ordinary_loader_without_the_plugin(
     assert not result["mapped"]
     assert_right([result])
     view.assert_made_once()
-    assert digests(result) == digests(omni_online(model, ignored_layers(view)))
+    assert digests(result) == digests(omni_online(model, view.ignored_layers()))
 
 
 @pytest.mark.parametrize("world", [1, 4])
