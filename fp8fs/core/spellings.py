@@ -1,0 +1,119 @@
+"""Names that readers have for a module of a checkpoint: an ignore list has to say each, or one of them misses it.
+
+A multimodal model has been renamed several times: ``visual.`` became ``model.visual.``, ``language_model.model.layers.``
+became ``model.language_model.layers.``, and its text-only class says ``model.layers.``. Loaders rename the weights as they
+read them, but compare an ignore list with the names of their own modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from fp8fs.core.rules import Numbers, split_numbers
+
+__all__ = ["other_spellings", "tower_patterns"]
+
+_TEXT_ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+"""What stands before ``layers.0`` in wrappers, text-only models and models without a head, new and old."""
+
+_WRAPPERS = ("thinker.", "model.", "")
+_NO_LINEAR = re.compile(r"(^|\.)experts\.\d|embed[^.]*$|(norm|conv)[^.]*$")
+"""A single expert, which has no module of its own in readers that rename; and what no reader takes for a linear."""
+
+_HEAD = "lm_head"
+_HEAD_ROOTS = ("", "language_model.", "model.language_model.")
+_TEXT_PARTS = ("layers", "embed_tokens", "mtp")
+_TEXT = re.compile(
+    rf"(?:(?:model|language_model|text_model|llm)\.)*(?P<rest>(?:{'|'.join(_TEXT_PARTS)})(?:\.|$).*)"
+)
+
+
+def other_spellings(
+    kept: Iterable[str], quantized: Iterable[str], config: Mapping[str, object] | None
+) -> list[str]:
+    """More names of the kept modules, sorted; none that a reader could take for a quantized module's.
+
+    transformers also takes an ignored name for the end of a longer one, so such names are left out.
+    """
+    known = set(kept)
+    taken = _Taken(quantized)
+    spell = _in_wrappers if _is_wrapper(config) else _without_head
+    found = {name for module in known if not _NO_LINEAR.search(module) for name in spell(module)}
+    return sorted(name for name in found - known if name and not taken.ends_with(name))
+
+
+def tower_patterns(kept: Iterable[str], quantized: Iterable[str]) -> list[str]:
+    """A pattern for each part of the model that is kept as a whole, whatever stands before its name.
+
+    Such a part is the first word of a name that none of the text model has (``visual``, ``multi_modal_projector``).
+    Readers that fuse its layers under names of their own find those too.
+    """
+    used = {part for module in quantized for part in module.split(".")}
+    towers = {
+        tower
+        for module in kept
+        if (tower := _tower(module)) and tower not in used and tower not in _TEXT_PARTS
+    }
+    return [f"re:(.*\\.)?{re.escape(tower)}\\..*" for tower in sorted(towers)]
+
+
+def _is_wrapper(config: Mapping[str, object] | None) -> bool:
+    """Whether a model is made of several, each with a config of its own."""
+    return any(
+        key.endswith("_config") and isinstance(value, dict) for key, value in (config or {}).items()
+    )
+
+
+def _without_head(module: str) -> Iterable[str]:
+    """What the model without a head calls it: AutoModel loads such a one from the same files."""
+    return [module.removeprefix("model.")]
+
+
+def _in_wrappers(module: str) -> Iterable[str]:
+    """What wrappers, old and new, and the text-only model call it."""
+    if module.rpartition(".")[2] == _HEAD:
+        return [root + _HEAD for root in _HEAD_ROOTS]
+    if found := _TEXT.fullmatch(module):
+        return [root + found["rest"] for root in _TEXT_ROOTS]
+    for wrapper in _WRAPPERS:
+        if module.startswith(wrapper):
+            rest = module[len(wrapper) :]
+            return [rest, f"model.{rest}"]
+    return []
+
+
+def _tower(module: str) -> str:
+    """The part of a model that a module is in, "" if it is in none or is one itself."""
+    for wrapper in _WRAPPERS:
+        if module.startswith(wrapper):
+            head, dot, _ = module[len(wrapper) :].partition(".")
+            return head if dot and not head.isdecimal() else ""
+    return ""
+
+
+class _Taken:
+    """Names of quantized modules, asked for their ends. Names repeat, so they are kept as templates with numbers."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._numbers: dict[str, set[Numbers]] = {}
+        for module in modules:
+            template, numbers = split_numbers(module)
+            self._numbers.setdefault(template, set()).add(numbers)
+        self._ends: dict[tuple[str, int], set[Numbers]] = {}
+
+    def ends_with(self, name: str) -> bool:
+        """Whether one of the names ends with *name*."""
+        template, numbers = split_numbers(name)
+        count = len(numbers)
+        return any(
+            numbers in self._tails(known, count)
+            for known in self._numbers
+            if known.endswith(template)
+        )
+
+    def _tails(self, template: str, count: int) -> set[Numbers]:
+        key = (template, count)
+        if key not in self._ends:
+            self._ends[key] = {n[len(n) - count :] for n in self._numbers[template]}
+        return self._ends[key]
