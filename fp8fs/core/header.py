@@ -9,6 +9,7 @@ Source: the format section of safetensors 0.8.0's README and its ``validate``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -33,6 +34,12 @@ _METADATA = "__metadata__"
 _MAX_ELEMENTS = 2**63 - 1
 _MAX_TENSORS = 250_000
 """More than the largest models have in all their shards together; bounds what a header costs to decode."""
+_MAX_METADATA = 100_000
+"""Entries of the metadata; the largest known have hundreds."""
+_MAX_EXACT = 600_000
+"""JSON values of a header that is decoded one by one, because plain decoding found something odd: about a second."""
+_STRINGS_OF_A_TENSOR = 5  # its name, three keys, its dtype
+_COMMAS_OF_A_TENSOR = 12  # as many as a tensor of nine dimensions has
 _MAX_RANK = 64
 """More dimensions than any reader can hold; bounds the work that a hostile shape can cause."""
 _UNDECODABLE = (ValueError, RecursionError, msgspec.MsgspecError)
@@ -70,6 +77,10 @@ class Header(msgspec.Struct, frozen=True):
 _TENSORS = msgspec.json.Decoder(dict[str, TensorEntry])
 _ANY = json.JSONDecoder()
 _BLANK = " \t\n\r"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_STRING = re.compile(
+    r'"([^"]*)"([ \t\n\r]*:[ \t\n\r]*\{)?'
+)  # of a text without backslashes, one after the other
 
 
 def header_length(first: bytes, file_bytes: int, file: str) -> int:
@@ -117,56 +128,123 @@ def parse_header(preamble: bytes, file_bytes: int, file: str) -> Header:
         ) from err
     if not text.startswith("{"):
         raise SourceInvalidError(f"{file}: the header does not start with a brace", file=file)
-    if (count := text.count('"data_offsets"')) > _MAX_TENSORS:
-        raise SourceInvalidError(
-            f"{file}: the header describes {count} tensors, the limit is {_MAX_TENSORS}", file=file
-        )
-    decoded = _decode_plain(text) or _decode_exact(text, file)
+    _check_cost(text, file)
+    decoded = _decode_plain(text, file) or _decode_exact(text, file)
     tensors = dict(sorted(decoded[0].items(), key=lambda item: item[1].data_offsets))
     _check_layout(tensors, len(preamble), file_bytes, file)
     return Header(tensors, decoded[1], len(preamble))
 
 
-def _decode_plain(text: str) -> tuple[dict[str, TensorEntry], dict[str, str]] | None:
+def _check_cost(text: str, file: str) -> None:
+    """Refuse, before anything is decoded, a text that says more than a header has to say."""
+    count = text.count('"data_offsets"')
+    if count > _MAX_TENSORS:
+        raise SourceInvalidError(
+            f"{file}: the header describes {count} tensors, the limit is {_MAX_TENSORS}", file=file
+        )
+    strings = (text.count('"') - text.count('\\"')) // 2 - _STRINGS_OF_A_TENSOR * count
+    if strings > 2 * _MAX_METADATA:
+        raise SourceInvalidError(
+            f"{file}: the header holds {strings} strings beside its tensors, the limit is {2 * _MAX_METADATA}",
+            file=file,
+        )
+
+
+def _decode_plain(text: str, file: str) -> tuple[dict[str, TensorEntry], dict[str, str]] | None:
     """Header text as nearly every writer makes it, decoded in C; None if it needs a closer look.
 
     Sound against duplicate keys without looking at them one by one: without a backslash, a key can be
     spelled in one way only, each entry has each of its three keys at least once, and so equal counts
     leave no room for a second one. Names that imitate keys only lead to the exact way.
     """
-    if "\\" in text:
-        return None
     metadata: dict[str, str] = {}
     if (where := text.find(f'"{_METADATA}"')) >= 0:
-        start = where + len(_METADATA) + 2
-        after = text[start:].lstrip(_BLANK)
-        if text[:where].strip(_BLANK) != "{" or not after.startswith(":"):
+        if text[:where].strip(_BLANK) != "{":
             return None
-        after = after[1:].lstrip(_BLANK)
-        try:
-            found, end = _ANY.raw_decode(after)
-        except _UNDECODABLE:
+        taken = _take_metadata(text, where + len(_METADATA) + 2)
+        if taken is None:
             return None
-        rest = after[end:].lstrip(_BLANK)
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            return None
-        if rest.startswith(",") and rest[1:].lstrip(_BLANK).startswith('"'):
-            rest = rest[1:]
-        elif not rest.startswith("}"):
-            return None
-        metadata, text = found, "{" + rest
+        metadata, text = taken
+    count = text.count('"data_offsets"')
+    if "\\" in text or text.count(",") > _COMMAS_OF_A_TENSOR * count + _MAX_EXACT:
+        return None
     try:
         tensors = _TENSORS.decode(text)
     except _UNDECODABLE:
         return None
     keys = ('"dtype"', '"shape"', '"data_offsets"')
     if _METADATA in tensors or any(text.count(key) != len(tensors) for key in keys):
+        seen: set[str] = set()
+        for found in _STRING.finditer(text):  # the first tensor named twice, where one is
+            if found[2]:
+                _see(found[1], seen, file)
         return None
     return tensors, metadata
 
 
+def _take_metadata(text: str, position: int) -> tuple[dict[str, str], str] | None:
+    """The strings of the object behind a colon at *position*, and the header text without it; None if it is anything else.
+
+    Decoded string by string, so that a hostile text costs no more than as many of them as ``_check_cost`` allows.
+    """
+    metadata: dict[str, str] = {}
+    position = _skip(text, position)
+    if text[position : position + 1] != ":":
+        return None
+    position = _skip(text, position + 1)
+    if text[position : position + 1] != "{":
+        return None
+    position = _skip(text, position + 1)
+    while text[position : position + 1] == '"':
+        try:
+            key, position = _ANY.raw_decode(text, position)
+            position = _skip(text, position)
+            start = _skip(text, position + 1)
+            if text[position : position + 1] != ":" or text[start : start + 1] != '"':
+                return None
+            value, position = _ANY.raw_decode(text, start)
+        except ValueError:
+            return None
+        if not (is_text(key) and is_text(value)):
+            return None
+        metadata[key] = value
+        position = _skip(text, position)
+        if text[position : position + 1] != ",":
+            break
+        position = _skip(text, position + 1)
+        if text[position : position + 1] != '"':
+            return None
+    if text[position : position + 1] != "}":
+        return None
+    rest = text[_skip(text, position + 1) :]
+    if rest.startswith(",") and rest[_skip(rest, 1) :][:1] == '"':
+        return metadata, "{" + rest[1:]
+    return (metadata, "{" + rest) if rest.startswith("}") else None
+
+
+def _skip(text: str, position: int) -> int:
+    """The first position from *position* on that is no white space."""
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _see(name: str, seen: set[str], file: str) -> None:
+    """Raises: SourceInvalidError for a name that was seen before."""
+    if name in seen:
+        raise SourceInvalidError(
+            f"{file}: the header names {quoted(name)} twice", file=file, tensor=brief(name)
+        )
+    seen.add(name)
+
+
 def _decode_exact(text: str, file: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Any header text, each key seen, each failure named."""
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > _MAX_EXACT:
+        raise SourceInvalidError(
+            f"{file}: the header is not in order, and with {values} values too long to say where",
+            file=file,
+        )
     try:
         pairs = _EXACT.decode(text)
     except _UNDECODABLE as err:
@@ -177,11 +255,7 @@ def _decode_exact(text: str, file: str) -> tuple[dict[str, TensorEntry], dict[st
     tensors: dict[str, TensorEntry] = {}
     seen: set[str] = set()
     for name, value in pairs:
-        if name in seen:
-            raise SourceInvalidError(
-                f"{file}: the header names {quoted(name)} twice", file=file, tensor=brief(name)
-            )
-        seen.add(name)
+        _see(name, seen, file)
         if name == _METADATA:
             metadata = _metadata(value, file)
         else:

@@ -65,7 +65,40 @@ def too_many_tensors(path: Path) -> None:
 
 
 def twice(path: Path) -> None:
-    path.write_bytes(raw_header(tensors(EMPTY.replace("#", ""), 30_000)))
+    path.write_bytes(raw_header(tensors(EMPTY.replace("#", ""), 250_000)))
+
+
+def twice_at_the_very_end(path: Path) -> None:
+    last = tensors(EMPTY, 200_000)[:-1] + b"," + EMPTY.replace("#", "0").encode() + b"}"
+    path.write_bytes(raw_header(last))
+
+
+def twice_by_an_escape(path: Path) -> None:
+    last = tensors(EMPTY, 200_000)[:-1] + b"," + EMPTY.replace("#", "\\u0030").encode() + b"}"
+    path.write_bytes(raw_header(last))
+
+
+def millions_of_arrays(path: Path) -> None:
+    path.write_bytes(raw_header(b'{"a":[' + b"[]," * 20_000_000 + b"[]]}"))
+
+
+def millions_of_names(path: Path) -> None:
+    path.write_bytes(raw_header(b"{" + b'"a":0,' * 10_000_000 + b'"a":0}'))
+
+
+def millions_of_dimensions(path: Path) -> None:
+    shape = b"1," * 20_000_000 + b"1"
+    entry = b'{"a":{"dtype":"U8","data_offsets":[0,1],"shape":[' + shape + b"]}}"
+    path.write_bytes(raw_header(entry, b"1"))
+
+
+def millions_of_metadata(path: Path) -> None:
+    many = b'"a":"",' * 5_000_000 + b'"a":""'
+    path.write_bytes(raw_header(b'{"__metadata__":{' + many + b"}}"))
+
+
+def metadata_of_arrays(path: Path) -> None:
+    path.write_bytes(raw_header(b'{"__metadata__":{"a":[' + b"[]," * 20_000_000 + b"[]]}}"))
 
 
 def overflowing_shape(path: Path) -> None:
@@ -100,6 +133,13 @@ HEADERS = [
     deep_arrays,
     too_many_tensors,
     twice,
+    twice_at_the_very_end,
+    twice_by_an_escape,
+    millions_of_arrays,
+    millions_of_names,
+    millions_of_dimensions,
+    millions_of_metadata,
+    metadata_of_arrays,
     overflowing_shape,
     negative_offsets,
     offsets_beyond_the_file,
@@ -110,13 +150,13 @@ HEADERS = [
 
 @pytest.mark.parametrize("damage", HEADERS, ids=lambda f: f.__name__)
 def test_headers(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Each hostile header is refused within a second, in one printable sentence that names the file."""
+    """Each hostile header is refused within a second's work, in one printable sentence that names the file."""
     llama_like(tmp_path, shards=1)
     damage(tmp_path / "model.safetensors")
-    began = time.perf_counter()
+    began = time.process_time()  # of all threads; the machine may have other work
     with pytest.raises(SourceInvalidError, match=r"^model\.safetensors: ") as caught:
         Source.open(tmp_path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
 

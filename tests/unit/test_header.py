@@ -246,3 +246,19 @@ def test_a_header_that_no_reader_takes_is_refused():
     long_name = "x" * (MAX_HEADER_BYTES // 2)
     with pytest.raises(SourceInvalidError, match="readers accept 100000000"):
         encode_preamble([(long_name, "U8", (1,), 0, 1), (long_name + "y", "U8", (1,), 1, 2)], {})
+
+
+def test_metadata_with_escapes_costs_the_tensors_nothing() -> None:
+    """Escaped metadata, as trainers write it, is decoded, and names that look like structure stay names."""
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    metadata = {"config": json.dumps({"a": [1, '\u4e2d\\"']}), "\u00e9": "}{,:"}
+    names = ["},", ":{", "},:{a", "dtype", "shape", "data_offsets", "a,b", "__metadata__ ", " "]
+    for blank in ("", " ", "\n\t"):
+        text = json.dumps(
+            {"__metadata__": metadata, **dict.fromkeys(names, entry)},
+            separators=("," + blank, blank + ":" + blank),
+        )
+        preamble = len(text.encode()).to_bytes(8, "little") + text.encode()
+        header = parse_header(preamble, len(preamble), "f")
+        assert dict(header.metadata) == metadata
+        assert set(header.tensors) == set(names)
