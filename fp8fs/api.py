@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from fp8fs.core.recipe import Recipe
+from fp8fs.core.scale_range import OddScale
 from fp8fs.engine import EngineStats
 from fp8fs.errors import NotMountedError, UsageError
 from fp8fs.signals import Ended, handling, ignore, undisturbed, unwinding
@@ -145,12 +146,14 @@ def build(
     workers: int = 0,
     progress: Callable[[EngineStats], None] | None = None,
     note: Callable[[str], None] | None = None,
+    report: Callable[[list[OddScale]], None] | None = None,
 ) -> Path:
     """Quantize all of *src* into the store, without FUSE. Returns the path of the finished tree.
 
     *to*: also copy it there, plain and self-contained, and return that path. Resumable: what an earlier
     run made is not made again. *progress* gets the engine's statistics a few times a second; *note* a
-    sentence for each weight that is kept because it holds NaN or Inf. Raises: Fp8fsError.
+    sentence for each weight that is kept because it holds NaN or Inf; *report*, once, the weights under scales that
+    vLLM does not load unchanged. Raises: Fp8fsError.
     """
     from fp8fs.building import build_tree
     from fp8fs.export import check_target, export_tree
@@ -175,6 +178,7 @@ def build(
         workers=workers,
         progress=progress,
         note=note,
+        report=report,
     )
     if target is None:
         return tree

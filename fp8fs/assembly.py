@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,11 +277,12 @@ def assemble(
     grain: str = "shard",
     need_store: bool = False,
     allow_unquantized: bool = True,
+    expected: tuple[type[Fp8fsError], ...] = (),
 ) -> Assembled:
     """Survey SRC, start an engine on it and bring the tree up to what is sealed already.
 
     *need_store*: a store that cannot be written is an error instead of a degraded start. Without
-    *allow_unquantized* so is a plan in which no weight becomes FP8.
+    *allow_unquantized* so is a plan in which no weight becomes FP8. *expected*: as ``Engine`` takes it.
     Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError; NothingQuantizedError.
     """
     quantizer = make_quantizer(device)  # a wrong device is refused before SRC is read
@@ -313,6 +314,7 @@ def assemble(
             grain=grain,
             on_sealed=keeper.link if keeper is not None else None,
             why_no_store=found.why_no_store,
+            expected=expected,
         )
         # Asked for all: that links what is there already, and completes the tree if that is all.
         sealed = [engine.sealed(shard) is not None for shard in range(len(found.plan.shards))]
@@ -345,7 +347,7 @@ def _warm(quantizer: Quantizer, planned: Plan) -> None:
         threading.Thread(target=load, name="fp8fs-warm", daemon=True).start()
 
 
-def record_non_finite(found: Survey, bad: list[NonFinite]) -> int:
+def record_non_finite(found: Survey, bad: Iterable[NonFinite]) -> int:
     """Remember weights with NaN or Inf for every later plan of the same bytes; how many were new.
 
     Kept by source shard, not by checkpoint: whatever view is made of that shard knows them.

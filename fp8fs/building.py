@@ -1,4 +1,4 @@
-"""Fill a whole store without FUSE: every shard sealed, weights with NaN or Inf kept and remembered."""
+"""Fill a whole store without FUSE: every shard sealed, weights with NaN or Inf kept and remembered, odd scales told."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp8fs.assembly import Assembled, Survey, assemble, record_non_finite, survey
+from fp8fs.core.plan import Plan, ViewShard
 from fp8fs.core.recipe import Recipe
-from fp8fs.engine import EngineStats, NonFinite, scan, shard_spec
+from fp8fs.core.scale_range import OddScale, odd_scales_of
+from fp8fs.engine import EngineStats, Findings, NonFinite, scan, shard_spec
 from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
 from fp8fs.quant import make_quantizer
 from fp8fs.space import check_room
-from fp8fs.store.store import Tree
+from fp8fs.store.store import Store, Tree
 from fp8fs.tree import pin_for_good, tree_faults
 
-__all__ = ["build_tree", "finished_tree", "scan_values"]
+__all__ = ["build_tree", "finished_tree", "odd_scales", "scan_values"]
 
 Progress = Callable[[EngineStats], None]
+Report = Callable[[list[OddScale]], None]
 
 
 def build_tree(
@@ -28,11 +31,13 @@ def build_tree(
     workers: int = 0,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
+    report: Report | None = None,
 ) -> Path:
     """The finished tree's path, made now as far as it is missing; kept from gc from now on.
 
     A weight with NaN or Inf stops its shard; it is recorded as kept, the view is planned again, and the
-    rest goes on. *note* is told of each such weight. Resumable at any point.
+    rest goes on. *note* is told of each such weight; *report* at the end, once, of all weights under scales that vLLM
+    does not load unchanged, made now or before. Resumable at any point.
     Raises: what ``assemble`` raises, NothingQuantizedError if no weight becomes FP8.
     """
     while True:
@@ -44,6 +49,7 @@ def build_tree(
             workers=workers,
             need_store=True,
             allow_unquantized=False,
+            expected=(NonFiniteTensorError,),
         ) as assembled:
             if (store := assembled.survey.store) is not None:
                 check_room(assembled.survey.plan, store)
@@ -53,7 +59,10 @@ def build_tree(
                 if not _keep_non_finite(assembled, err, note):
                     raise
                 continue
-            return _finished(assembled)
+            tree = _finished(assembled)
+            if report is not None and store is not None:
+                report(odd_scales(assembled.survey.plan, store))
+            return tree
 
 
 def scan_values(
@@ -62,16 +71,31 @@ def scan_values(
     device: str = "auto",
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> list[NonFinite]:
-    """Read every weight that is to be quantized; record those that hold NaN or Inf, and return them."""
+) -> Findings:
+    """Read every weight that is to be quantized; record those that hold NaN or Inf, and return all that was found."""
     quantizer = make_quantizer(device)
     try:
-        bad = scan(found.plan, found.source, quantizer, workers=workers, progress=progress)
+        seen = scan(found.plan, found.source, quantizer, workers=workers, progress=progress)
     finally:
         quantizer.close()
-    if bad:
-        record_non_finite(found, bad)
-    return bad
+    if seen.non_finite:
+        record_non_finite(found, seen.non_finite)
+    return seen
+
+
+def odd_scales(plan: Plan, store: Store) -> list[OddScale]:
+    """Weights of sealed shards whose scales vLLM does not load unchanged, by what the store's records say of them."""
+    found: dict[OddScale, None] = {}
+    for shard in plan.shards:
+        record = store.record(shard.object_id) if _has_tensor_scales(shard) else None
+        for line in record.records if record is not None else ():
+            odd = odd_scales_of(shard.component, shard.units[line.unit], line.amax)
+            found.update(dict.fromkeys(odd))
+    return list(found)
+
+
+def _has_tensor_scales(shard: ViewShard) -> bool:
+    return any(unit.scheme == "per_tensor" for unit in shard.units)
 
 
 def finished_tree(src: Path, recipe: Recipe, store_root: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from fp8fs.cli.options import (
     recipe_of,
     store_root,
 )
+
+if TYPE_CHECKING:
+    from fp8fs.core.scale_range import OddScale
 
 __all__ = ["build", "path"]
 
@@ -63,6 +66,7 @@ def build(
     from fp8fs.api import build as build_checkpoint
     from fp8fs.cli.output import Output
     from fp8fs.cli.progress import filling
+    from fp8fs.core.scale_range import scales_sentence
     from fp8fs.errors import UsageError
 
     output = Output(as_json=as_json, quiet=quiet)
@@ -76,6 +80,7 @@ def build(
         quantize=quantize,
         split_experts=split_experts,
     )
+    odd_scales: list[OddScale] = []
     with filling(quiet=quiet) as progress:
         if form == "tree":
             finished = build_checkpoint(
@@ -87,6 +92,7 @@ def build(
                 workers=workers,
                 progress=progress,
                 note=output.note,
+                report=odd_scales.extend,
             )
         else:
             from fp8fs.normalized import build_normalized
@@ -101,8 +107,10 @@ def build(
                 progress=progress,
                 note=output.note,
             )
+    if odd_scales:
+        output.note(f"warning: {scales_sentence(odd_scales)}")
     if as_json:
-        output.document({"path": str(finished)})
+        output.document({"path": str(finished), "odd_scales": odd_scales})
     else:
         output.path(finished)
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from fp8fs.assembly import Survey
     from fp8fs.cli.output import Output
     from fp8fs.core.plan import Plan
-    from fp8fs.engine import NonFinite
+    from fp8fs.core.splits import Split
+    from fp8fs.engine import Findings
 
 __all__ = ["plan"]
 
@@ -37,7 +38,7 @@ def plan(
     src: Src,
     scan: Annotated[
         bool,
-        typer.Option("--scan", help="Read the weights too; remember those with NaN or Inf."),
+        typer.Option("--scan", help="Read the weights too: NaN, Inf, zeros, odd scales."),
     ] = False,
     ranks: Annotated[
         int | None,
@@ -75,30 +76,28 @@ def plan(
         split_experts=split_experts,
     )
     root = store_root(store)
-    findings: list[NonFinite] = []
+    findings: Findings | None = None
     found = survey(src.expanduser(), recipe, root, create=scan)
     try:
         if scan:
             findings = _scan(found, device=device, workers=workers, output=output)
-            if findings:
+            if findings.non_finite:
                 found.close()
                 found = survey(src.expanduser(), recipe, root)
         problems = split_problems(found.plan, found.checkpoint.components, ranks) if ranks else []
         if as_json:
-            output.document({**_document(found, findings), "tp": ranks, "splits": problems})
+            output.document(_document(found, findings, ranks, problems))
         else:
             _table(found, output)
             for warning in split_warnings(problems, ranks) if ranks else ():
                 output.note(f"warning: {warning}")
-            for finding in findings:
-                output.note(
-                    f"{finding.tensor}: NaN or Inf at index {finding.index}; recorded, kept as it is"
-                )
+            if findings is not None:
+                _tell(findings, output)
     finally:
         found.close()
 
 
-def _scan(found: Survey, *, device: str, workers: int, output: Output) -> list[NonFinite]:
+def _scan(found: Survey, *, device: str, workers: int, output: Output) -> Findings:
     from fp8fs.building import scan_values
     from fp8fs.cli.progress import bar
 
@@ -113,7 +112,21 @@ def _scan(found: Survey, *, device: str, workers: int, output: Output) -> list[N
         return scan_values(found, device=device, workers=workers, progress=progress)
 
 
-def _document(found: Survey, findings: list[NonFinite]) -> dict[str, object]:
+def _tell(findings: Findings, output: Output) -> None:
+    """What a scan found, on stderr: a line for each weight that is kept or holds nothing, one for all odd scales."""
+    from fp8fs.core.scale_range import scales_sentence
+
+    for bad in findings.non_finite:
+        output.note(f"{bad.tensor}: NaN or Inf at index {bad.index}; recorded, kept as it is")
+    for empty in findings.zeros:
+        output.note(f"{empty.tensor}: all zero; quantized to zeros")
+    if findings.odd_scales:
+        output.note(f"warning: {scales_sentence(findings.odd_scales)}")
+
+
+def _document(
+    found: Survey, findings: Findings | None, ranks: int | None, problems: list[Split]
+) -> dict[str, object]:
     from fp8fs.core.manifest import plan_document
 
     return {
@@ -124,7 +137,12 @@ def _document(found: Survey, findings: list[NonFinite]) -> dict[str, object]:
             for path, entry in found.plan.entries.items()
             if path
         ],
-        "non_finite": findings,
+        "scanned": findings is not None,
+        "non_finite": findings.non_finite if findings is not None else (),
+        "zeros": findings.zeros if findings is not None else (),
+        "odd_scales": findings.odd_scales if findings is not None else (),
+        "tp": ranks,
+        "splits": problems,
     }
 
 

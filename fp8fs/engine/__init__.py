@@ -2,7 +2,7 @@
 
 engine.py       Engine: what the view and the commands call
 reader.py       ShardReader: inline reads by offset
-scan.py         non-finite weights, found before the mount
+scan.py         non-finite weights, zeros and odd scales, found before the mount
 stats.py        what has been done, as numbers
 works.py        what waits for a shard: a fill, or a request for some of its units
 fill.py         the steps from a cold shard to a sealed object
@@ -20,7 +20,7 @@ buffers.py      scratch memory under one budget
 
 from fp8fs.engine.engine import Engine
 from fp8fs.engine.reader import ShardReader
-from fp8fs.engine.scan import NonFinite, scan
+from fp8fs.engine.scan import Findings, NonFinite, Zeros, scan
 from fp8fs.engine.shard import shard_spec, unit_spans
 from fp8fs.engine.stats import EngineStats, ErrorNote
 
@@ -28,8 +28,10 @@ __all__ = [
     "Engine",
     "EngineStats",
     "ErrorNote",
+    "Findings",
     "NonFinite",
     "ShardReader",
+    "Zeros",
     "scan",
     "shard_spec",
     "unit_spans",

@@ -55,12 +55,14 @@ class Engine:
         on_sealed: Callable[[int, Path], Path | None] | None = None,
         drop_source: bool = True,
         why_no_store: str = "",
+        expected: tuple[type[Fp8fsError], ...] = (),
     ) -> None:
         """*workers* 0: one per CPU that this process may use, at most 16. *grain* ("shard" or "tensor") says what
         ``open`` begins. *on_sealed(shard, object path)* links the object into the mount's tree and says where; it runs
         before anybody is told that the shard is sealed, never twice at once for a shard, and again only if it raised or
         if what is at that place was removed.
-        *drop_source*: give the page cache back what was read for the last time."""
+        *drop_source*: give the page cache back what was read for the last time. *expected*: failures that the caller
+        deals with, which are no matter for the log."""
         if grain not in GRAINS:
             raise UsageError(f'unknown grain "{grain}"', hint=" or ".join(GRAINS))
         self._plan = plan
@@ -82,7 +84,14 @@ class Engine:
         )
         self._trouble = StoreTrouble(store, why_no_store)
         self._filler = Filler(
-            plan, store, self._pool, self._counters, materializer, self._trouble, on_sealed
+            plan,
+            store,
+            self._pool,
+            self._counters,
+            materializer,
+            self._trouble,
+            on_sealed,
+            expected,
         )
         self._filler.on_complete = self._seal_later
         self._memory = MemoryServer(materializer, self._pool, memory_bytes)
@@ -174,7 +183,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """How far it is and what it does. Cheap; never waits for work."""
-        return self._counters.snapshot(degraded=self._trouble.reason)
+        with self._pool.changed:
+            failed = sum(state.failed_bytes() for state in self._states.values())
+        return self._counters.snapshot(bytes_failed=failed, degraded=self._trouble.reason)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the workers after the tile in work; unfinished units stay unmade. Repeatable.

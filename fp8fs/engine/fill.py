@@ -43,7 +43,9 @@ class Filler:
         materializer: Materializer,
         trouble: StoreTrouble,
         on_sealed: Callable[[int, Path], Path | None] | None,
+        expected: tuple[type[Fp8fsError], ...] = (),
     ) -> None:
+        """*expected*: failures that the caller deals with, so that they are no matter for the log."""
         self.pool = pool
         self.trouble = trouble
         self.moment = 0
@@ -52,6 +54,7 @@ class Filler:
         self._counters = counters
         self._materializer = materializer
         self._on_sealed = on_sealed
+        self._expected = expected
         self.on_complete: Callable[[ShardState], None] = lambda _state: None
         """Called when the last unit of a shard is made."""
 
@@ -323,7 +326,9 @@ class Filler:
         if isinstance(failure, Stopped):
             return error
         if isinstance(failure, Fp8fsError):
-            log.log(error.level, "%s", error)
+            log.log(
+                logging.DEBUG if isinstance(failure, self._expected) else error.level, "%s", error
+            )
         else:
             log.error("a bug in a worker", exc_info=failure)
         self._counters.failed(error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from fp8fs.core.digest import bytes_digest
 from fp8fs.core.layout import Plan, Unit
 from fp8fs.core.quantizer import Quantizer
+from fp8fs.core.scale_range import odd_scales_of, scales_sentence
 from fp8fs.engine.amax import AmaxTable
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import Draft, bad_index, cast_band, cast_tile, nonfinite_error
@@ -26,6 +28,8 @@ from fp8fs.errors import NonFiniteTensorError
 from fp8fs.store.store import Partial, UnitRecord
 
 __all__ = ["SMALL_BYTES", "Materializer", "Sink"]
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 8 << 20
 """Units that have no more source bytes than this together are read once and made in one go."""
@@ -138,7 +142,16 @@ class Materializer:
         sink.commit(records)
         for record in records:
             self.amaxes.forget((shard, record.unit))
+            self._tell_odd_scales(shard, record)
         self.counters.made(len(units), sum(map(source_bytes, units)), sum(map(view_bytes, units)))
+
+    def _tell_odd_scales(self, shard: int, record: UnitRecord) -> None:
+        planned = self.plan.shards[shard]
+        odd = odd_scales_of(planned.component, planned.units[record.unit], record.amax)
+        for each in odd:
+            log.warning("%s: %s", planned.path, scales_sentence([each]))
+        if odd:
+            self.counters.odd_scales(len(odd))
 
     def _make_small(
         self, shard: int, wanted: Sequence[int], sink: Sink, priority: int

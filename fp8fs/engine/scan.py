@@ -1,4 +1,4 @@
-"""Find the weights that cannot be quantized because they hold NaN or Inf, before anything is mounted."""
+"""Read every weight once, before anything is mounted: NaN and Inf, weights of zeros, scales that a reader cannot keep."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from fp8fs.core.layout import Plan
+from fp8fs.core.layout import Plan, Unit
 from fp8fs.core.quantizer import Quantizer
+from fp8fs.core.scale_range import OddScale, odd_scales_of
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import bad_index
 from fp8fs.engine.matrix import Run, SourceReader, item_bytes
@@ -19,7 +20,7 @@ from fp8fs.engine.stats import Counters
 from fp8fs.errors import NonFiniteTensorError
 from fp8fs.source import Source
 
-__all__ = ["NonFinite", "scan"]
+__all__ = ["Findings", "NonFinite", "Zeros", "scan"]
 
 _CHUNK_BYTES = 4 << 20
 
@@ -30,6 +31,21 @@ class NonFinite(msgspec.Struct, frozen=True):
     component: str
     tensor: str
     index: int
+
+
+class Zeros(msgspec.Struct, frozen=True):
+    """A source tensor that holds nothing but zeros."""
+
+    component: str
+    tensor: str
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What a scan found, each in plan order."""
+
+    non_finite: tuple[NonFinite, ...] = ()
+    zeros: tuple[Zeros, ...] = ()
+    odd_scales: tuple[OddScale, ...] = ()
 
 
 class _Chunk(NamedTuple):
@@ -50,9 +66,10 @@ def scan(
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
     drop_source: bool = False,
-) -> list[NonFinite]:
-    """Read every weight that is to be quantized once; list those that hold NaN or Inf, in plan order.
+) -> Findings:
+    """Read every weight that is to be quantized once; say which hold NaN or Inf, or zeros alone, or get an odd scale.
 
+    Memory: a buffer for each worker, and a number for each tensor.
     *progress*: called about every 0.1 s and at the end, on this thread, with (source bytes read, source bytes in all); it may raise.
     Raises: SourceChangedError, SourceInvalidError, DeviceError.
     """
@@ -102,12 +119,14 @@ class _Scan:
         self.done_bytes = 0
         self.stop = False
         self.error: Exception | None = None
+        self._plan = plan
         self._reader = reader
         self._quantizer = quantizer
         self._buffers = buffers
         self._lock = threading.Lock()
         self._chunks = enumerate(_chunks(plan))
         self._found: dict[tuple[str, str], tuple[int, int]] = {}
+        self._amax: dict[tuple[str, str], float] = {}
 
     def work(self) -> None:
         """Take chunks until there are none, on one thread."""
@@ -122,23 +141,51 @@ class _Scan:
             self.error = self.error or err
             self.stop = True
 
-    def findings(self) -> list[NonFinite]:
+    def findings(self) -> Findings:
         """What was found, in plan order."""
         ordered = sorted(self._found.items(), key=lambda item: item[1])
-        return [NonFinite(component, tensor, index) for (component, tensor), (_, index) in ordered]
+        zeros: dict[tuple[str, str], None] = {}
+        odd: dict[OddScale, None] = {}
+        for shard in self._plan.shards:
+            for unit in shard.units:
+                if not unit.is_quantized:
+                    continue
+                for piece in unit.pieces:
+                    key = (shard.component, piece.tensor)
+                    if self._amax.get(key) == 0.0 and key not in self._found:
+                        zeros[key] = None
+                amax = self._scale_amax(shard.component, unit)
+                odd.update(dict.fromkeys(odd_scales_of(shard.component, unit, amax)))
+        return Findings(
+            tuple(NonFinite(*key, index) for key, (_, index) in ordered),
+            tuple(Zeros(*key) for key in zeros),
+            tuple(odd),
+        )
+
+    def _scale_amax(self, component: str, unit: Unit) -> float:
+        """The largest magnitude of all that share the unit's scale; 0 if one of them cannot be quantized."""
+        units = [unit]
+        if unit.group >= 0:
+            members = self._plan.groups[unit.group].members
+            units = [self._plan.shards[shard].units[index] for shard, index in members]
+        names = {(component, piece.tensor) for member in units for piece in member.pieces}
+        if not names.isdisjoint(self._found):
+            return 0.0
+        return max(self._amax.get(name, 0.0) for name in names)
 
     def _look(self, number: int, chunk: _Chunk) -> None:
         with self._buffers.lend(chunk.run.nbytes) as (buffer,):
             self._reader.read_run(chunk.run, buffer)
             self._reader.drop_run(chunk.run)
-            bad = -1
+            bad, amax = -1, 0.0
             try:
-                self._quantizer.amax(buffer, chunk.dtype)
+                amax = self._quantizer.amax(buffer, chunk.dtype)
             except NonFiniteTensorError as err:
                 bad = chunk.element + bad_index(err)
         key = (chunk.component, chunk.tensor)
         with self._lock:
             self.done_bytes += chunk.run.nbytes
+            self._amax[key] = max(self._amax.get(key, 0.0), amax)
             if bad >= 0:
                 self._found[key] = min(self._found.get(key, (number, bad)), (number, bad))
 

@@ -229,6 +229,13 @@ class ShardState:
         moment, error = self._failures.get(claim, (-1, None))
         return error if moment >= since else None
 
+    def failed_bytes(self) -> int:
+        """View bytes that are not made, if a claim of the shard failed: then no fill goes on to the others either."""
+        if not self._failures:
+            return 0
+        units = zip(self.shard.units, self.counted, strict=True)
+        return sum(view_bytes(unit) for unit, counted in units if not counted)
+
     def forgive(self, claim: int) -> None:
         """The claim was made after all."""
         self._failures.pop(claim, None)

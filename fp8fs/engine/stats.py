@@ -34,7 +34,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     ``bytes_out``: source and view bytes of the units made here; ``bytes_reused``: view bytes of the reused;
     ``bytes_total``: view bytes of all units. ``source_bytes_read``: everything read from SRC, second passes too.
     ``rate_bytes_s``: ``bytes_in`` per second over the last few seconds. ``in_flight``: claims being made;
-    ``waiting``: callers that wait. ``degraded``: why the store is not written, or "".
+    ``waiting``: callers that wait. ``bytes_failed``: view bytes that are not made, of shards that cannot be. ``odd_scales``:
+    weights made here whose scale is outside what vLLM can load unchanged. ``degraded``: why the store is not written, or "".
     """
 
     shards_total: int
@@ -50,6 +51,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     rate_bytes_s: float
     in_flight: int
     waiting: int
+    bytes_failed: int
+    odd_scales: int
     last_errors: tuple[ErrorNote, ...]
     degraded: str
 
@@ -71,6 +74,7 @@ class Counters:
         self._source_bytes_read = 0
         self._in_flight = 0
         self._waiting = 0
+        self._odd_scales = 0
         self._errors: deque[ErrorNote] = deque(maxlen=_LAST_ERRORS)
         self._progress_bytes = 0
         self._samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
@@ -112,12 +116,16 @@ class Counters:
         with self._lock:
             self._waiting += change
 
+    def odd_scales(self, number: int) -> None:
+        with self._lock:
+            self._odd_scales += number
+
     def failed(self, error: Fp8fsError) -> None:
         note = ErrorNote(time.time(), error.code, error.what, error.hint, dict(error.facts))
         with self._lock:
             self._errors.append(note)
 
-    def snapshot(self, *, degraded: str) -> EngineStats:
+    def snapshot(self, *, bytes_failed: int, degraded: str) -> EngineStats:
         now = time.monotonic()
         with self._lock:
             since, before = self._samples[0]
@@ -140,6 +148,8 @@ class Counters:
                 rate_bytes_s=(self._progress_bytes - before) / elapsed,
                 in_flight=self._in_flight,
                 waiting=self._waiting,
+                bytes_failed=bytes_failed,
+                odd_scales=self._odd_scales,
                 last_errors=tuple(self._errors),
                 degraded=degraded,
             )

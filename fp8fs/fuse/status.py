@@ -51,7 +51,7 @@ class StatusBoard:
     def document(self) -> dict[str, Any]:
         """The fields of docs/CLI.md, "status"."""
         facts, stats = self._facts, self._stats()
-        done = stats.bytes_out + stats.bytes_reused
+        done = stats.bytes_out + stats.bytes_reused + stats.bytes_failed
         share = done / stats.bytes_total if stats.bytes_total else 1.0
         left = (1.0 - share) * facts.bytes_source
         return {
@@ -83,6 +83,7 @@ class StatusBoard:
                 "reused": stats.bytes_reused,
             },
             "waiting": stats.waiting,
+            "odd_scales": stats.odd_scales,
             "gb_per_s": round(stats.rate_bytes_s / 1e9, 3),
             "eta_s": round(left / stats.rate_bytes_s, 1) if stats.rate_bytes_s > 0 else None,
             "errors": [msgspec.to_builtins(note) for note in stats.last_errors],

@@ -113,8 +113,8 @@ def test_scan_records_before_anything_is_made(src: Path, root: Path) -> None:
     """``plan --scan`` finds the same weights, and a mount afterwards serves the shard."""
     poison(src, DOWN, 3)
     with survey(src, Recipe(), root, create=True) as found:
-        bad = scan_values(found, device="cpu")
-    assert [(f.tensor, f.index) for f in bad] == [(DOWN, 3)]
+        seen = scan_values(found, device="cpu")
+    assert [(f.tensor, f.index) for f in seen.non_finite] == [(DOWN, 3)]
     with assemble(src, Recipe(), root, device="cpu") as assembled:
         for shard in range(len(assembled.survey.plan.shards)):
             assembled.engine.ensure_sealed(shard, lambda: None)

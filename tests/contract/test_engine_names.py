@@ -228,7 +228,7 @@ def test_a_bad_element_is_named_in_its_own_tensor(tmp_path: Path) -> None:
     )
     recipe = Recipe(scheme="block")
     with survey(src, recipe, None) as found:
-        (finding,) = scan(found.plan, found.source, make_quantizer("cpu"), workers=1)
+        (finding,) = scan(found.plan, found.source, make_quantizer("cpu"), workers=1).non_finite
         assert (finding.tensor, finding.index) == (name, 150 * 64 + 7)
         engine = Engine(
             found.plan, found.source, None, quantizer_factory("cpu"), workers=1, grain="tensor"
