@@ -34,7 +34,7 @@ from fp8fs.core.manifest import (
     encode_plan,
 )
 from fp8fs.core.plan import Plan
-from fp8fs.core.quantizer import QUANTIZER_VERSION, Quantizer
+from fp8fs.core.quantizer import QUANTIZER_VERSION
 from fp8fs.core.recipe import Recipe, check_recipe
 from fp8fs.engine import Engine, NonFinite
 from fp8fs.errors import (
@@ -44,7 +44,7 @@ from fp8fs.errors import (
     StoreFullError,
     UsageError,
 )
-from fp8fs.quant import make_quantizer
+from fp8fs.quant import quantizer_factory
 from fp8fs.source import Source, hints_key
 from fp8fs.space import shortage
 from fp8fs.store.store import Pin, Store, Tree
@@ -285,7 +285,7 @@ def assemble(
     *allow_unquantized* so is a plan in which no weight becomes FP8. *expected*: as ``Engine`` takes it.
     Raises: what ``survey`` raises; DeviceError; with *need_store* StoreError; NothingQuantizedError.
     """
-    quantizer = make_quantizer(device)  # a wrong device is refused before SRC is read
+    quantizer = quantizer_factory(device)  # a wrong device is refused before SRC is read
     found = survey(src, recipe, store_root, create=True)
     pin: Pin | None = None
     engine: Engine | None = None
@@ -309,7 +309,7 @@ def assemble(
             found.plan,
             found.source,
             store,
-            lambda: quantizer,
+            quantizer,
             workers=workers,
             grain=grain,
             on_sealed=keeper.link if keeper is not None else None,
@@ -318,8 +318,8 @@ def assemble(
         )
         # Asked for all: that links what is there already, and completes the tree if that is all.
         sealed = [engine.sealed(shard) is not None for shard in range(len(found.plan.shards))]
-        if not all(sealed) and quantizer.name == "cpu":
-            _warm(quantizer, found.plan)
+        if not all(sealed):
+            _warm(engine, found.plan)
         tree = keeper.tree if keeper is not None else _finished_tree(found)
         return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:
@@ -331,15 +331,20 @@ def assemble(
         raise
 
 
-def _warm(quantizer: Quantizer, planned: Plan) -> None:
-    """Load the kernels that this plan needs on a thread of its own, before the first tile waits for them."""
+def _warm(engine: Engine, planned: Plan) -> None:
+    """Load the kernels that this plan needs on a thread of its own, before the first tile waits for them.
+
+    Only those of the CPU: what a device takes, its users would miss, until somebody reads.
+    """
     made = {(unit.dtype, unit.scheme) for shard in planned.shards for unit in shard.units}
     dtypes = tuple(sorted({dtype for dtype, scheme in made if scheme}))
     schemes = tuple(sorted({scheme for _, scheme in made if scheme}))
 
     def load() -> None:
         try:
-            quantizer.warm(dtypes, schemes)
+            quantizer = engine.quantizer()
+            if quantizer.name == "cpu":
+                quantizer.warm(dtypes, schemes)
         except Exception:  # the first tile meets it again, and whoever waits is told
             log.debug("kernels could not be loaded ahead", exc_info=True)
 

@@ -78,9 +78,9 @@ class Engine:
         buffers = BufferPool(memory_bytes)
         self._pool = Pool(workers or default_workers(), on_idle=buffers.trim)
         reader = SourceReader(source, plan.source_shards, self._counters, drop=drop_source)
-        amaxes = AmaxTable(plan, reader, buffers, self._pool, store, self._quantizer)
+        amaxes = AmaxTable(plan, reader, buffers, self._pool, store, self.quantizer)
         materializer = Materializer(
-            plan, reader, buffers, self._pool, self._counters, amaxes, self._quantizer
+            plan, reader, buffers, self._pool, self._counters, amaxes, self.quantizer
         )
         self._trouble = StoreTrouble(store, why_no_store)
         self._filler = Filler(
@@ -211,8 +211,8 @@ class Engine:
                 state = self._states[shard] = ShardState(self._plan, shard)
             return state
 
-    def _quantizer(self) -> Quantizer:
-        """The one quantizer, made by the first worker that needs it."""
+    def quantizer(self) -> Quantizer:
+        """The one quantizer, made by the first thread that needs it."""
         return self._quantizers.get("", self._factory, self._pool.check)
 
     def _demand(self, shard: int) -> Fill:

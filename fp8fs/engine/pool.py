@@ -36,11 +36,13 @@ def default_workers() -> int:
 class Work(ABC):
     """A source of tasks. All its methods run with the pool's lock held, so they only decide.
 
-    ``finished``: no task will come from it any more; the pool forgets it.
+    ``running``: its tasks that have been taken and have not ended. ``finished``: no task will come from it any
+    more; the pool forgets it.
     """
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
+        self.running = 0
         self.finished = False
 
     @abstractmethod
@@ -65,7 +67,6 @@ class _Batch(Work):
         self._run = run
         self._next = 0
         self._failed_at = count
-        self.running = 0
         self.error: BaseException | None = None
 
     def take(self) -> Task | None:
@@ -207,11 +208,15 @@ class Pool:
             task()
 
     def _next(self) -> Task | None:
+        """Of the most urgent works that have a task, the first that nobody works on; else the first.
+
+        Workers on one file wait for each other in the kernel, which lets one at a time write to it.
+        """
         self._deferred = False
         if self.closing:
             return None
         for queue in self._works:
-            for work in tuple(queue):
+            for work in sorted(queue, key=lambda work: work.running > 0):
                 task = work.take()
                 if work.finished and work in queue:
                     queue.remove(work)

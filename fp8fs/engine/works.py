@@ -30,7 +30,6 @@ class _ShardWork(Work):
         self._filler = filler
         self._since = filler.moment
         self._store_failures = filler.trouble.failures
-        self._running = 0
         self._error: Fp8fsError | None = None
         self._pending: deque[int] = deque()
         self._generation = -1
@@ -42,7 +41,7 @@ class _ShardWork(Work):
         if self._error is None and self._filler.trouble.failures != self._store_failures:
             self._fail(self._filler.trouble.error())
         if self._error is not None:
-            self.finished = not self._running
+            self.finished = not self.running
             return None
         if state.phase is Phase.COLD:
             if time.monotonic() < state.retry_at:
@@ -109,12 +108,12 @@ class _ShardWork(Work):
 
     def _step(self, step: Callable[[], Fp8fsError | None], claim: int | None = None) -> Task:
         """A task that runs one step and notes how it ended."""
-        self._running += 1
+        self.running += 1
 
         def task() -> None:
             error = step()
             with self._filler.pool.changed:
-                self._running -= 1
+                self.running -= 1
                 if claim is not None:
                     self.state.busy.discard(claim)
                 if error is not None:
@@ -128,7 +127,7 @@ class _ShardWork(Work):
         if self._error is None:
             self._error = error
             self.outcome.finish(error)
-        self.finished = not self._running
+        self.finished = not self.running
 
     def _finish(self, error: Fp8fsError | None = None) -> None:
         self.finished = True
@@ -142,7 +141,7 @@ class Fill(_ShardWork):
         state = self.state
         if state.phase is not Phase.SEALED:
             return False
-        if not state.linking and not self._running:
+        if not state.linking and not self.running:
             self._finish(None if state.linked else self._error or self._filler.trouble.error())
         return True
 
@@ -154,7 +153,7 @@ class Fill(_ShardWork):
 
     def _after_claims(self) -> Task | None:
         state = self.state
-        if self._error is not None or self._pending or self._running or state.sealing:
+        if self._error is not None or self._pending or self.running or state.sealing:
             return None
         state.sealing = True
         return self._step(partial(self._filler.seal, state))

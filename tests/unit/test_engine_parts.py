@@ -246,6 +246,41 @@ def test_what_is_demanded_comes_before_what_is_made_ahead() -> None:
     assert order == ["demand", "ahead"]
 
 
+def test_each_worker_has_a_work_of_its_own_while_there_are_enough() -> None:
+    """Of two works with many tasks two workers take one each; alone, it is worked on by both."""
+    pool = Pool(2, on_idle=lambda: None)
+    together, order = threading.Barrier(2), list[str]()
+    finished = threading.Semaphore(0)
+
+    class Many(Work):
+        def __init__(self, name: str, tasks: int) -> None:
+            super().__init__(DEMAND)
+            self.name, self.left = name, tasks
+
+        def take(self):
+            if not self.left:
+                self.finished = True
+                return None
+            self.left -= 1
+            self.running += 1
+            return self.task
+
+        def task(self) -> None:
+            order.append(self.name)
+            together.wait(5)
+            with pool.changed:
+                self.running -= 1
+            finished.release()
+
+    with pool.changed:
+        pool.add(Many("a", 3))
+        pool.add(Many("b", 5))
+    for _ in range(8):
+        assert finished.acquire(timeout=5)
+    pool.close(5)
+    assert [sorted(order[at : at + 2]) for at in (0, 2, 4, 6)] == [["a", "b"]] * 3 + [["b", "b"]]
+
+
 def test_a_closing_pool_stops_long_tasks_at_their_next_check() -> None:
     """check() raises Stopped once the pool closes, and close() returns then."""
     pool = Pool(1, on_idle=lambda: None)
