@@ -194,13 +194,15 @@ def test_block_loads_without_the_plugin(
 def test_h3_block_without_the_plugin_shows_the_engines_own_fault(
     omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
 ) -> None:
-    """0.30.0 maps block scales by itself, and leaves the rows of the resident qkv as they are stored: those alone."""
-    view = mounted(omni_source("h3")[0], "--scheme", "block")
-    (result,) = omni.load(
-        view.path, "--kernel", "triton-block", model="h3", world=1, workdir=tmp_path / "run"
-    )
-    assert result["mapped"]
-    assert result["streamed"]["mismatched"] == result["streamed"]["wrong"] == []
-    assert result["resident"]["mismatched"] == [
-        "transformer.token_refiner.blocks.0.attn.qkv_proj.weight"
-    ]
+    """0.30.0 maps block scales by itself, and leaves the rows of the resident qkv as they are stored: those alone, and
+    it does so with the BF16 source as well."""
+    source, _ = omni_source("h3")
+    view = mounted(source, "--scheme", "block")
+    kernel = ("--kernel", "triton-block")
+    for place, options in ((view.path, kernel), (source, ())):
+        (result,) = omni.load(place, *options, model="h3", world=1, workdir=tmp_path / place.name)
+        assert result["mapped"]
+        assert result["streamed"]["mismatched"] == result["streamed"]["wrong"] == []
+        assert result["resident"]["mismatched"] == [
+            "transformer.token_refiner.blocks.0.attn.qkv_proj.weight"
+        ]
