@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,14 +100,31 @@ def _has_tensor_scales(shard: ViewShard) -> bool:
 
 
 def finished_tree(src: Path, recipe: Recipe, store_root: Path) -> Path | None:
-    """The finished tree's path (kept from gc from now on), or None if some of it is still missing."""
+    """The finished tree's path (kept from gc from now on), or None if some of its bytes are still missing.
+
+    Where only the tree itself is missing (a source with new dates was adopted) it is made: nothing is quantized.
+    """
     with survey(src, recipe, store_root) as found:
-        tree = found.tree
-        if tree is None or found.store is None or not _looks_whole(found, tree):
+        store, tree = found.store, found.tree
+        if store is None:
             return None
-        if found.store.writable:
-            pin_for_good(tree)
-        return tree.path
+        if tree is not None:
+            if not _looks_whole(found, tree):
+                return None
+            if store.writable:
+                pin_for_good(tree)
+            return tree.path
+        begun = os.path.lexists(
+            store.tree(found.plan.plan_id).path
+        )  # build knows what is wrong with it
+        if begun or not store.writable or not _all_sealed(found, store):
+            return None
+    return build_tree(src, recipe, store_root)
+
+
+def _all_sealed(found: Survey, store: Store) -> bool:
+    shards = found.plan.shards
+    return bool(shards) and all(store.find_object(shard_spec(shard)) for shard in shards)
 
 
 def _looks_whole(found: Survey, tree: Tree) -> bool:

@@ -117,7 +117,8 @@ def test_verify_adopt_accepts_a_copy_with_new_dates(
     fp8fs.run("path", copy, code=1)
     adopted = fp8fs.json("verify", copy, "--adopt")
     assert set(adopted["adopted"]) == {name_of(n) for n in range(1, 7)}
-    second = fp8fs.build(copy)
+    second = Path(fp8fs.run("path", copy).stdout.rstrip("\n"))
+    assert fp8fs.build(copy) == second
     assert objects(fp8fs.store) == made
     assert digests(second) == digests(tree)
 
