@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -159,5 +160,5 @@ def _stale_mounts() -> Finding:
     stale = [mounted.dst for mounted in session.list_mounts() if not mounted.live]
     if stale:
         found = f"stale: {', '.join(stale)}"
-        return Finding("mounts", "note", found, f"fp8fs unmount {stale[0]}")
+        return Finding("mounts", "note", found, f"fp8fs unmount {shlex.quote(stale[0])}")
     return Finding("mounts", "ok", f"{len(session.list_mounts())} live, none stale")

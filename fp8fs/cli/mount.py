@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,13 +127,17 @@ def _announce(mounted: Mounted, output: Output) -> None:
     if output.as_json:
         output.document(mounted)
         return
-    ready = f"{mounted.sealed} of {mounted.shards} shards ready"
-    output.line(
-        f"{mounted.dst}: {format_bytes(mounted.bytes_source)} -> "
-        f"{format_bytes(mounted.bytes_view)} of weights, {ready}"
-    )
-    output.line(f"point the model path at {mounted.dst}; the first access quantizes")
-    output.line(f"when done: fp8fs unmount {mounted.dst}   (log: {mounted.log_path})")
+    if not output.quiet:
+        ready = f"{mounted.sealed} of {mounted.shards} shards ready"
+        finished = mounted.sealed == mounted.shards
+        then = "nothing is left to quantize" if finished else "the first access quantizes"
+        log = f"   (log: {mounted.log_path})" if mounted.log_path else ""
+        output.line(
+            f"{mounted.dst}: {format_bytes(mounted.bytes_source)} -> "
+            f"{format_bytes(mounted.bytes_view)} of weights, {ready}"
+        )
+        output.line(f"point the model path at {mounted.dst}; {then}")
+        output.line(f"when done: fp8fs unmount {shlex.quote(mounted.dst)}{log}")
     for warning in mounted.warnings:
         output.note(f"warning: {warning}")
 

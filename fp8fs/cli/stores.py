@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,12 +93,31 @@ def rm(
     known = opened.list_trees()
     chosen = [_chosen(word, known) for word in trees]
     for tree in chosen:
-        opened.remove_tree(tree.plan_id)
+        _remove(opened, tree.plan_id)
     freed = opened.collect(grace_s=0)
     if as_json:
         output.document({"removed": [tree.plan_id for tree in chosen], "freed_bytes": freed})
     else:
         output.note(f"{len(chosen)} removed, {format_bytes(freed)} freed")
+
+
+def _remove(opened: StoreDirectory, plan_id: str) -> None:
+    """The tree is gone. Raises: StoreBusyError, naming the mount or the process that uses it."""
+    from fp8fs.errors import StoreBusyError
+    from fp8fs.fuse import session
+
+    try:
+        opened.remove_tree(plan_id)
+    except StoreBusyError as err:
+        path = str(opened.tree(plan_id).path)
+        for mounted in session.list_mounts():
+            if mounted.live and mounted.tree == path:
+                raise StoreBusyError(
+                    f"tree {plan_id} is in use by the mount {mounted.dst}, pid {mounted.pid}",
+                    hint=f"fp8fs unmount {shlex.quote(mounted.dst)}",
+                    **err.facts,
+                ) from err
+        raise
 
 
 def gc(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from fp8fs.errors import MountPointError, UsageError
 from fp8fs.fuse.mountinfo import FSTYPE, Mount, find
@@ -50,7 +51,8 @@ def ensure_directory(dst: str, mounts: list[Mount]) -> bool:
     mount = find(dst, mounts)
     if mount is not None and mount.fstype == FSTYPE:
         raise MountPointError(
-            f"{dst} is already mounted, from {mount.source}", hint=f"fp8fs unmount {dst}"
+            f"{dst} is already mounted, from {mount.source}",
+            hint=f"fp8fs unmount {shlex.quote(dst)}",
         )
     try:
         os.mkdir(dst, 0o755)

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -144,7 +145,8 @@ def read_status(dst: str) -> dict[str, Any]:
     mounted = find_mount(dst)
     if not mounted.live:
         raise NotMountedError(
-            f"the server of {mounted.dst} is dead", hint=f"fp8fs unmount {mounted.dst}"
+            f"the server of {mounted.dst} is dead",
+            hint=f"fp8fs unmount {shlex.quote(mounted.dst)}",
         )
     answer = run(read_command(f"{mounted.dst}/.fp8fs/status.json", _STATUS_MAX_BYTES), _STATUS_S)
     if answer is None:

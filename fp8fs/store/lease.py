@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -111,7 +112,13 @@ def locked_file(
             held.callback(io.close, fd)
             try:
                 with _translating_locks():
-                    wait_until(partial(io.try_flock, fd, exclusive=exclusive), poll, deadline, what)
+                    wait_until(
+                        partial(io.try_flock, fd, exclusive=exclusive),
+                        poll,
+                        deadline,
+                        what,
+                        partial(_flock_holders, fd),
+                    )
             except LocksUnavailable as err:
                 if required:
                     raise StoreBusyError(f"{what} cannot be locked here: {err}") from err
@@ -119,6 +126,18 @@ def locked_file(
                 break
             held.pop_all().close()
         yield fd
+
+
+def _flock_holders(fd: int) -> str:
+    """Who has the open file locked, as far as /proc/locks tells: processes of this host; "" for others."""
+    info = os.fstat(fd)
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    try:
+        text = Path("/proc/locks").read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    pids = re.findall(rf"^\d+: FLOCK +\w+ +\w+ +(\d+) {file} ", text, re.MULTILINE)
+    return f"pid {', '.join(sorted(set(pids), key=int))} on {socket.gethostname()}" if pids else ""
 
 
 class Claims:

@@ -1,0 +1,67 @@
+"""What a user reads: true, complete, and to be pasted back as it stands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8fs.store.store import Store
+from tests.acceptance.harness import Fp8fs, mount_points
+
+pytestmark = pytest.mark.fuse
+
+
+def hint_of(line: str, word: str) -> list[str]:
+    """The command that follows *word* in a line, as a shell reads it."""
+    return shlex.split(line.partition(word)[2].partition("   (log")[0])
+
+
+def test_the_banner_says_what_is_left_to_do(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """Cold: the first access quantizes. Finished: nothing is left. With -q not a word."""
+    src, dst = checkpoint("llama"), place / "view"
+    cold = fp8fs.run("mount", src, dst)
+    assert "0 of 3 shards ready" in cold.stdout
+    assert "the first access quantizes" in cold.stdout
+    fp8fs.unmount(dst)
+    fp8fs.build(src)
+    warm = fp8fs.run("mount", src, dst)
+    assert "3 of 3 shards ready" in warm.stdout
+    assert "nothing is left to quantize" in warm.stdout
+    fp8fs.unmount(dst)
+    quiet = fp8fs.run("mount", src, dst, "-q")
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+    assert mount_points(dst)
+    fp8fs.unmount(dst)
+
+
+def test_hints_can_be_pasted(fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]) -> None:
+    """A mount point with a blank and a quote in its name: the commands that we print take it away."""
+    src, dst = checkpoint("llama"), place / "o'clock view"
+    said = fp8fs.run("mount", src, dst).stdout
+    again = fp8fs.run("mount", src, dst, code=40).stderr
+    for line, word in ((said.splitlines()[2], "when done: fp8fs "), (again, "hint: fp8fs ")):
+        assert hint_of(line.strip(), word) == ["unmount", str(dst)]
+    fp8fs.run(*hint_of(again.strip(), "hint: fp8fs "))
+    assert mount_points(place) == []
+
+
+def test_rm_names_who_uses_a_tree(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """A tree in use is refused with the mount's place and pid, or with the process that holds it."""
+    src, dst = checkpoint("llama"), place / "a view"
+    mounted = fp8fs.mount(src, dst)
+    error = fp8fs.json("rm", mounted["plan_id"], code=20)["error"]
+    assert f"{dst}, pid {mounted['pid']}" in error["what"]
+    assert shlex.split(error["hint"]) == ["fp8fs", "unmount", str(dst)]
+    fp8fs.unmount(dst)
+    with Store.open(fp8fs.store).pin(mounted["plan_id"]):
+        error = fp8fs.json("rm", mounted["plan_id"], code=20)["error"]
+        assert f"by pid {os.getpid()} on" in error["what"]
+    assert fp8fs.json("rm", mounted["plan_id"])["removed"] == [mounted["plan_id"]]
