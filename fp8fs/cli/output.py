@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,22 @@ class Output:
         """Something good to know, on stderr; silent with --quiet."""
         if not self.quiet:
             print(printable(text), file=sys.stderr, flush=True)
+
+    def table(
+        self, headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()
+    ) -> None:
+        """Rows of cells under headings, each column as wide as its widest cell. A hundred thousand rows take a moment.
+
+        *right*: the columns whose cells end in line. A terminal that is too narrow wraps the rows.
+        """
+        rows = [headings, *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        columns = "  ".join(
+            f"{{:{'>' if heading in right else '<'}{width}}}"
+            for heading, width in zip(headings, widths, strict=True)
+        )
+        sys.stdout.writelines(columns.format(*row).rstrip() + "\n" for row in rows)
+        sys.stdout.flush()
 
     def path(self, path: Path) -> None:
         """A path as the result, byte for byte as the filesystem spells it."""

@@ -23,11 +23,12 @@ from fp8fs.cli.options import (
     recipe_of,
     store_root,
 )
+from fp8fs.core.text import brief
 
 if TYPE_CHECKING:
     from fp8fs.assembly import Survey
     from fp8fs.cli.output import Output
-    from fp8fs.core.plan import Plan
+    from fp8fs.core.plan import Plan, TensorRow
     from fp8fs.core.splits import Split
     from fp8fs.engine import Findings
 
@@ -146,45 +147,38 @@ def _document(
     }
 
 
+def _cells(row: TensorRow) -> tuple[str, ...]:
+    """The columns of one tensor."""
+    name = f"{row.component}/{row.name}" if row.component else row.name
+    if row.view_name:
+        name = f"{name} -> {row.view_name}"
+    changed = row.dtype_in != row.dtype_out
+    return (
+        brief(name),
+        "x".join(map(str, row.shape)),
+        f"{row.dtype_in} -> {row.dtype_out}" if changed else row.dtype_in,
+        f"{row.bytes_in} -> {row.bytes_out}" if changed else str(row.bytes_in),
+        brief(row.group),
+        brief(row.reason),
+    )
+
+
 def _table(found: Survey, output: Output) -> None:
-    from rich.table import Table
-    from rich.text import Text
+    from fp8fs.cli.output import format_bytes
 
-    from fp8fs.cli.output import format_bytes, printable
-    from fp8fs.core.text import brief
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("tensor", "shape", "dtype", "bytes", "group", "reason"):
-        table.add_column(
-            heading, overflow="fold", justify="right" if heading == "bytes" else "left"
-        )
-    for row in found.plan.rows:
-        name = f"{row.component}/{row.name}" if row.component else row.name
-        if row.view_name:
-            name = f"{name} -> {row.view_name}"
-        changed = row.dtype_in != row.dtype_out
-        table.add_row(
-            Text(brief(name)),  # a Text, because a name is no markup
-            "x".join(str(size) for size in row.shape),
-            f"{row.dtype_in} -> {row.dtype_out}" if changed else row.dtype_in,
-            f"{row.bytes_in} -> {row.bytes_out}" if changed else str(row.bytes_in),
-            Text(brief(row.group)),
-            Text(brief(row.reason)),
-        )
-    console = output.console(wide=True)
-    console.print(table)
-    console.print()
+    headings = ("tensor", "shape", "dtype", "bytes", "group", "reason")
+    output.table(headings, [_cells(row) for row in found.plan.rows], right=("bytes",))
+    output.line("")
     for component, total in _totals(found.plan).items():
-        console.print(
-            f"{printable(component or '.')}: {total.quantized} of {total.tensors} tensors quantized"
+        output.line(
+            f"{component or '.'}: {total.quantized} of {total.tensors} tensors quantized"
             f" ({found.plan.schemes.get(component, 'no scheme')}), "
-            f"{format_bytes(total.bytes_in)} -> {format_bytes(total.bytes_out)}",
-            markup=False,
+            f"{format_bytes(total.bytes_in)} -> {format_bytes(total.bytes_out)}"
         )
     for path, why in found.plan.hidden.items():
-        console.print(f"hidden: {printable(path)} ({why})", markup=False)
+        output.line(f"hidden: {path} ({why})")
     for note in found.plan.notes:
-        console.print(f"note: {printable(note)}", markup=False)
+        output.line(f"note: {note}")
     for warning in found.plan.warnings:
         output.note(f"warning: {warning}")
 

@@ -84,7 +84,9 @@ def describe(status: dict[str, Any]) -> list[str]:
     if status.get("eta_s"):
         lines.append(f"left    {format_duration(float(status['eta_s']))}")
     if status.get("odd_scales"):
-        lines.append(f"scales  {status['odd_scales']} weights outside what vLLM loads unchanged; the log names them")
+        lines.append(
+            f"scales  {status['odd_scales']} weights outside what vLLM loads unchanged; the log names them"
+        )
     lines.append(f"served  {status['serve']}, grain {status['grain']}, pid {status['pid']}")
     lines.append(f"store   {status['store']}")
     lines.append(f"log     {status['log']}")
