@@ -114,9 +114,8 @@ def finished_tree(src: Path, recipe: Recipe, store_root: Path) -> Path | None:
             if store.writable:
                 pin_for_good(tree)
             return tree.path
-        begun = os.path.lexists(
-            store.tree(found.plan.plan_id).path
-        )  # build knows what is wrong with it
+        # One that is there and not finished is left to build, which knows what is wrong with it.
+        begun = os.path.lexists(store.tree(found.plan.plan_id).path)
         if begun or not store.writable or not _all_sealed(found, store):
             return None
     return build_tree(src, recipe, store_root)
