@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 FP8_MAX = 448.0
+SCALE_MIN = 2.0**-128 + 2.0**-149
+"""A smaller float32 has no finite reciprocal."""
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -85,7 +87,8 @@ def _fp8(values: torch.Tensor) -> bytes:
 def _per_tensor(weight: torch.Tensor, group: list[torch.Tensor]) -> tuple[bytes, torch.Tensor]:
     scale = _largest(group) / torch.tensor(FP8_MAX)
     if scale == 0:
-        return bytes(weight.numel()), torch.ones(1)
+        return _fp8(weight.float()), torch.ones(1)
+    scale = scale.clamp_min(SCALE_MIN)
     values = weight.float() * (torch.tensor(1.0) / scale)
     return _fp8(values.clamp(-FP8_MAX, FP8_MAX)), scale.reshape(1)
 
