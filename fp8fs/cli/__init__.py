@@ -49,6 +49,13 @@ def _run(arguments: list[str]) -> int:
         if (request := status.quick_request(arguments)) is not None:
             status.show(request)
             return 0
+        from fp8fs.cli.output import start_logging
+
+        start_logging(arguments)
+        from fp8fs.cli.plain import plain_call
+
+        if (call := plain_call(arguments)) is not None:
+            return call()
         from fp8fs.cli.app import run_app
 
         return run_app(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,7 +11,6 @@ from fp8fs.cli.build import build, path
 from fp8fs.cli.doctor import doctor
 from fp8fs.cli.mount import mount, unmount
 from fp8fs.cli.options import Json, Quiet
-from fp8fs.cli.output import own_words
 from fp8fs.cli.plan import plan
 from fp8fs.cli.run import run
 from fp8fs.cli.status import Request, show
@@ -73,10 +71,6 @@ _PARSER_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 def run_app(arguments: Sequence[str]) -> int:
     """Run one command line. Raises: Fp8fsError, UsageError too for what the parser does not understand."""
-    quiet = {"--quiet", "-q"} & set(own_words(arguments))
-    logging.basicConfig(
-        level=logging.ERROR if quiet else logging.WARNING, format="%(levelname)s: %(message)s"
-    )
     try:
         code = app(args=list(arguments or ["--help"]), prog_name="fp8fs", standalone_mode=False)
     except _PARSER_ERROR as err:

@@ -14,7 +14,15 @@ from fp8fs.errors import Fp8fsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Output", "format_bytes", "format_duration", "own_words", "printable", "report_error"]
+__all__ = [
+    "Output",
+    "format_bytes",
+    "format_duration",
+    "own_words",
+    "printable",
+    "report_error",
+    "start_logging",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,16 @@ class Output:
 def own_words(arguments: Sequence[str]) -> Sequence[str]:
     """The part of a command line that is ours: what follows "--" belongs to ``run``'s command."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def start_logging(arguments: Sequence[str]) -> None:
+    """Warnings go to stderr; with ``--quiet`` errors alone."""
+    import logging
+
+    quiet = {"--quiet", "-q"} & set(own_words(arguments))
+    logging.basicConfig(
+        level=logging.ERROR if quiet else logging.WARNING, format="%(levelname)s: %(message)s"
+    )
 
 
 def report_error(err: Fp8fsError, *, as_json: bool) -> None:

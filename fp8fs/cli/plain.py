@@ -1,0 +1,100 @@
+"""The commands that make something, called without the option parser where their command line is a plain one.
+
+The parser (typer, with what it is made of) takes a third of the time until a command begins. It stays the
+judge: everything that is not plainly right, and every mistake, is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["plain_call"]
+
+_MODULES = {"build": "fp8fs.cli.build", "mount": "fp8fs.cli.mount", "plan": "fp8fs.cli.plan"}
+
+
+def plain_call(arguments: Sequence[str]) -> Callable[[], int] | None:
+    """What runs the command that *arguments* spell and returns its exit code; None unless each word is plainly understood."""
+    if not arguments or arguments[0] not in _MODULES:
+        return None
+    command = getattr(importlib.import_module(_MODULES[arguments[0]]), arguments[0])
+    hints = typing.get_type_hints(command, include_extras=True)
+    names = command.__code__.co_varnames[: command.__code__.co_argcount]
+    options: dict[str, str] = {}
+    places: list[str] = []
+    for name in names:
+        about = hints[name].__metadata__[0]
+        if type(about).__name__ == "ArgumentInfo":
+            places.append(name)
+        elif about.envvar and about.envvar in os.environ:
+            return None
+        else:
+            # The first spelling, written where a default would be if it were not in an annotation.
+            first = about.default if isinstance(about.default, str) else f"--{name.replace('_', '-')}"
+            for spelling in (first, *(about.param_decls or ())):
+                options[spelling] = name
+    given = _read(arguments[1:], options, places, hints)
+    return None if given is None else functools.partial(_call, command, given)
+
+
+def _call(command: Callable[..., None], given: dict[str, Any]) -> int:
+    import typer
+
+    try:
+        command(**given)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
+
+
+def _read(
+    words: Sequence[str], options: dict[str, str], places: Sequence[str], hints: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Parameters by name; None for words that need the parser."""
+    given: dict[str, Any] = {}
+    left = list(places)
+    rest = iter(words)
+    for word in rest:
+        spelling, has_value, text = word.partition("=")
+        if not word.startswith("-"):
+            if not left or not word:
+                return None
+            given[left.pop(0)] = Path(word)
+            continue
+        if spelling not in options:
+            return None
+        name = options[spelling]
+        kind = typing.get_args(hints[name])[0]
+        if kind is bool:
+            if has_value or name in given:
+                return None
+            given[name] = True
+            continue
+        if not has_value:
+            text = next(rest, "")
+        if (
+            not text
+            or text.startswith("-")
+            or (name in given and not isinstance(given[name], list))
+        ):
+            return None
+        if kind in (int, int | None):
+            lowest = hints[name].__metadata__[0].min or 0
+            if not (text.isascii() and text.isdecimal()) or int(text) < lowest:
+                return None
+            given[name] = int(text)
+        elif kind == list[str] | None:
+            given.setdefault(name, []).append(text)
+        elif kind is str:
+            given[name] = text
+        elif kind in (Path, Path | None):
+            given[name] = Path(text)
+        else:
+            return None
+    return None if left else given
