@@ -164,17 +164,17 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def load(layout: Layout, model: str, view: Path, workdir: Path) -> list[dict[str, Any]]:
+def load(
+    layout: Layout, view: Path, workdir: Path, *options: object, script: str = "parallel_load.py"
+) -> list[dict[str, Any]]:
     """Load a view with all ranks of a layout at once; the facts that each rank reports. Dumps lie in *workdir*."""
-    shared = ("--model", model, "--world", layout.world, "--port", harness.free_port())
+    shared = ("--world", layout.world, "--port", harness.free_port(), *options)
     settings = ("--layout", json.dumps(layout.settings))
     ranks = [
         (view, *shared, *settings, "--rank", rank, "--dump", workdir / f"{rank}.safetensors")
         for rank in range(layout.world)
     ]
-    facts: list[dict[str, Any]] = harness.run_scripts(
-        "vllm-omni", "parallel_load.py", ranks, workdir=workdir
-    )
+    facts: list[dict[str, Any]] = harness.run_scripts("vllm-omni", script, ranks, workdir=workdir)
     for name, members in layout.groups.items():
         assert facts[-1]["groups"][name] == members
     return facts
@@ -196,7 +196,7 @@ def test_ranks_that_hold_every_layer(
     """Ranks that are replicas, or slices of tensors, hold exactly the source's FP8, and each unit is made once."""
     source, facts = omni_source(model)
     view = mounted(source)
-    load(layout, model, view.path, tmp_path / "ranks")
+    load(layout, view.path, tmp_path / "ranks", "--model", model)
     view.assert_made_once()
     expected = Expected(model, source, view.path, facts["runtime_dtypes"])
     assert expected.fp8
@@ -212,7 +212,7 @@ def test_pipeline_stages(mounted: Mount, omni_source: Source, tmp_path: Path) ->
     """Each pipeline stage holds its own layers and no other, with the source's FP8; each unit is made once."""
     source, facts = omni_source("wan")
     view = mounted(source)
-    load(PIPELINE, "wan", view.path, tmp_path / "ranks")
+    load(PIPELINE, view.path, tmp_path / "ranks", "--model", "wan")
     view.assert_made_once()
     expected = Expected("wan", source, view.path, facts["runtime_dtypes"])
     for stage, elsewhere in enumerate(reversed(STAGES["wan"])):
@@ -227,7 +227,7 @@ def test_hybrid_shards(mounted: Mount, omni_source: Source, tmp_path: Path) -> N
     """HSDP: every rank loads the source's FP8, keeps a shard of its rows, and gathers the same bytes from its group."""
     source, facts = omni_source("h3")
     view = mounted(source)
-    reports = load(HYBRID_SHARDED, "h3", view.path, tmp_path / "ranks")
+    reports = load(HYBRID_SHARDED, view.path, tmp_path / "ranks", "--model", "h3")
     view.assert_made_once()
     expected = Expected("h3", source, view.path, facts["runtime_dtypes"])
     for rank, report in enumerate(reports):
