@@ -27,7 +27,7 @@ __all__ = [
 
 EXCLUDED_WORDS: tuple[tuple[str, str], ...] = (
     (r"ada_?ln|ada_?norm|modulation|scale_shift", "modulation"),
-    (r"(^|[._])mod(\.|$)", "modulation"),  # img_mod.1, txt_mod.linear
+    (r"(^|[._])mod(_[^.]*)?(\.|$)", "modulation"),  # img_mod.1, txt_mod.linear, time_mod_proj
     (r"norm[^.]*\.linear(_#+)?$", "modulation"),  # norm1.linear, norm1_context.linear
     (r"embed", "embedding or embedder"),
     (r"(^|\.)(wte|wpe)$", "embedding or embedder"),
