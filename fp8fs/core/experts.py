@@ -27,19 +27,22 @@ OPTION = "--split-experts"
 
 _STACKED = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<leaf>\w+?)(?P<suffix>\.weight)?")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_RUNTIME = ".mlp.experts"
 
 
 class Leaves(NamedTuple):
-    """What readers of a class call one expert's weights."""
+    """What readers of a class call one expert's weights, and the module that they know as ``mlp`` ("": by that name)."""
 
     gate: str
     up: str
     down: str
+    parent: str = ""
 
 
 _USUAL = Leaves("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = Leaves("w1", "w3", "w2", "block_sparse_moe")
 _READERS: tuple[tuple[str, Leaves], ...] = (
-    (r"Mixtral|MiniMaxM|MiniMaxFor|Phi-?moe|PhiMoE", Leaves("w1", "w3", "w2")),
+    (r"Mixtral|MiniMaxM|MiniMaxFor|Phi-?moe|PhiMoE", _MIXTRAL),
     (r"Qwen\d\w*Moe|Qwen3Next|Deepseek_?V[23]|Glm\w*Moe|Ernie4_5\w*Moe|Olmoe|FlexOlmo", _USUAL),
     (r"HunYuan|Dots1|ExaoneMoe|SolarOpen|BailingMoe|Jamba|Llama4", _USUAL),
 )
@@ -139,6 +142,8 @@ def _parts(
         raise _unknown(name, entry, "has no counterpart")
     (gate_up, down) = (entry, other) if leaf == _GATE_UP else (other, entry)
     _check_shapes(name, entry, gate_up.shape, down.shape)
+    if leaves.parent and base.endswith(_RUNTIME):
+        base = f"{base.removesuffix(_RUNTIME)}.{leaves.parent}.experts"
     names = (leaves.gate, leaves.up) if leaf == _GATE_UP else (leaves.down,)
     count, rows, cols = entry.shape
     rows //= len(names)

@@ -2,6 +2,7 @@
 
     python -m tests.checkpoints.read_side make FOLDER       -> FOLDER/<kind>/config.json, model.safetensors
     python -m tests.checkpoints.read_side read JOBS.json    -> one JSON result per job, on stdout
+    python -m tests.checkpoints.read_side match JOBS.json   -> the same, of views with block scales; no weight is loaded
 
 A job has a source, a view of it and a class; its result is what loading the view said, and how far its outputs are from
 those of the dequantized reference and of the source.
@@ -10,6 +11,7 @@ those of the dequantized reference and of the source.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from tests import oracle
 
@@ -203,12 +207,36 @@ def read(job: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def match(job: dict[str, str]) -> dict[str, list[str]]:
+    """Modules that transformers' own FP8 quantizer makes FP8 by the view's config, and those that are FP8 in the view."""
+    view, source = Path(job["view"]), Path(job["source"])
+    settings = json.loads((view / "config.json").read_text())["quantization_config"]
+    reader = getattr(transformers, job["class"])
+    with torch.device("meta"):
+        model = reader(reader.config_class.from_pretrained(source))
+    del settings["quant_method"]
+    quantizer = FineGrainedFP8HfQuantizer(
+        transformers.FineGrainedFP8Config(**settings), pre_quantized=True
+    )
+    quantizer._process_model_before_weight_loading(model)
+    built = {name.rpartition(".")[0] for name in model.state_dict() if name.endswith("_scale_inv")}
+    stored = set()
+    for name in oracle.read_folder(view):
+        if name.endswith("_scale_inv"):
+            name = name.removesuffix("_scale_inv")
+            for rename in get_model_conversion_mapping(model):
+                name, _ = rename.rename_source_key(name)
+            stored.add(re.sub(r"(\.experts)\..*|\.weight$", r"\1", name))
+    return {"built": sorted(built), "stored": sorted(stored)}
+
+
 def main(command: str, argument: Path) -> None:
     """One command."""
     if command == "make":
         make(argument)
     else:
-        json.dump([read(job) for job in json.loads(argument.read_text())], sys.stdout)
+        work = {"read": read, "match": match}[command]
+        json.dump([work(job) for job in json.loads(argument.read_text())], sys.stdout)
 
 
 if __name__ == "__main__":

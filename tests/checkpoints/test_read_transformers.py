@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fp8fs
 from tests.acceptance.harness import ROOT, Fp8fs, clean_up
 from tests.conftest import need_package
 
@@ -79,21 +80,30 @@ def run_side(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Every reading, from a live mount."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each kind."""
     need_package("transformers")
     need_package("compressed_tensors")
+    folder = tmp_path_factory.mktemp("kinds")
+    run_side("make", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(
+    sources: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Every reading, from a live mount."""
     place = tmp_path_factory.mktemp("read")
-    run_side("make", place / "sources")
-    fp8fs = Fp8fs(place / "store")
+    command = Fp8fs(place / "store")
     views: dict[tuple[str, tuple[str, ...]], Path] = {}
     jobs = []
     try:
         for reading in READINGS.values():
-            source, key = place / "sources" / reading.kind, (reading.kind, reading.options)
+            source, key = sources / reading.kind, (reading.kind, reading.options)
             if key not in views:
                 views[key] = place / f"view{len(views)}"
-                fp8fs.mount(source, views[key], *reading.options)
+                command.mount(source, views[key], *reading.options)
             jobs.append(
                 {
                     "source": str(source),
@@ -118,3 +128,35 @@ def test_the_class_reads_the_view(name: str, results: dict[str, dict[str, Any]])
     assert result["wrong"] in ({}, allowed)
     assert result["off"] <= CLOSE * result["largest"]
     assert 0 < result["drift"] <= FAR * result["largest"]
+
+
+WHOLE = {
+    name: reading
+    for name, reading in READINGS.items()
+    if "For" in reading.reader and not reading.reader.startswith("Auto")
+}
+
+
+@pytest.fixture(scope="module")
+def matches(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What transformers' FP8 quantizer makes of the config of each whole model."""
+    place = tmp_path_factory.mktemp("match")
+    jobs = []
+    for reading in WHOLE.values():
+        tree = fp8fs.build(
+            sources / reading.kind,
+            store=place / "store",
+            scheme="block",
+            split_experts="--split-experts" in reading.options,
+        )
+        source = str(sources / reading.kind)
+        jobs.append({"source": source, "view": str(tree), "class": reading.reader})
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    return dict(zip(WHOLE, json.loads(run_side("match", place / "jobs.json")), strict=True))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_the_reader_builds_as_fp8_is_fp8(name: str, matches: dict[str, Any]) -> None:
+    """By its own matching of the ignore list the class has FP8 modules where the view has FP8 weights, and nowhere else."""
+    assert matches[name]["built"]
+    assert matches[name]["built"] == matches[name]["stored"]

@@ -124,15 +124,19 @@ def test_split_experts_through_a_mount(mount: Callable[..., Path], tmp_path: Pat
     assert oracle.read_folder(view) == wanted(one_by_one(tensors), "per_channel")
 
 
-def test_mixtrals_experts_have_its_names(tmp_path: Path) -> None:
-    """Readers of Mixtral know w1, w2, w3."""
-    base = "model.layers.0.block_sparse_moe.experts"
+@pytest.mark.parametrize("parent", ["block_sparse_moe", "mlp"])
+def test_mixtrals_experts_have_its_names(tmp_path: Path, parent: str) -> None:
+    """Readers of Mixtral know w1, w2, w3 of block_sparse_moe, whatever transformers calls that at run time."""
+    base = f"model.layers.0.{parent}.experts"
     shapes = {f"{base}.down_proj": STRAIGHT[DOWN], f"{base}.gate_up_proj": STRAIGHT[GATE_UP]}
     tensors = write(tmp_path / "src", shapes, "MixtralForCausalLM")
     tree = fp8fs.build(
         tmp_path / "src", store=tmp_path / "store", scheme="per_tensor", split_experts=True
     )
-    cut = one_by_one(tensors, ("w1", "w3", "w2"), base)
+    cut = {
+        name.replace(f".{parent}.experts.", ".block_sparse_moe.experts."): made
+        for name, made in one_by_one(tensors, ("w1", "w3", "w2"), base).items()
+    }
     assert oracle.read_folder(tree) == wanted(cut, "per_tensor")
 
 
