@@ -10,6 +10,7 @@ import pytest
 
 from tests.loader.mounts import MountedView
 from tests.loader.omni import Omni, Result, assert_right, digests
+from tests.loader.reference_pipeline import read_tensors
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 
@@ -56,6 +57,9 @@ def test_it_is_mapped_cold_and_warm_and_equals_online_fp8(
     assert_right(cold)
     assert all(result["mapped"] and result["group_size"] == 2 for result in cold)
     view.assert_made_once()
+    shown = [name for folder in view.path.glob("transformer*") for name in read_tensors(folder)]
+    weights = [name for name in shown if not name.endswith(".weight_scale")]
+    assert view.status()["units"]["made"] == len(weights) > len(facts["fp8_linears"])
     online = omni_online(model, view.ignored_layers())
     view.remount()
     warm = omni.load(view.path, model=model, world=2, workdir=tmp_path / "warm", site=plugin)
