@@ -29,6 +29,12 @@ __all__ = [
 
 
 _PIPELINE = "model_index.json"
+_PACKED_DTYPES = frozenset({"I32", "U8"})
+_PACKED_NAME = re.compile(
+    r"\.(qweight|weight_packed)$|_proj_blocks$|\.quant_state\.bitsandbytes__\w+$"
+)
+"""Tensors of GPTQ, AWQ, compressed-tensors, MXFP4 and bitsandbytes, whose configs may be in files of their own."""
+
 _WEIGHT = ".weight"
 _NO_DEFAULT_FOLDERS = (
     "audio_vae",
@@ -268,6 +274,8 @@ def _already_quantized(
         for name, entry in headers[shard].tensors.items():
             if entry.dtype in QUANTIZED_SOURCES:
                 return f"tensor {quoted(name)} in {shard} is {entry.dtype}"
+            if entry.dtype in _PACKED_DTYPES and _PACKED_NAME.search(name):
+                return f"tensor {quoted(name)} in {shard} is {entry.dtype}, packed"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterable
@@ -51,7 +52,7 @@ class Location(NamedTuple):
 def locate(path: str) -> Location:
     """The checkpoint folder that *path* means: itself, or the snapshot of an HF cache repository.
 
-    Raises: SourceInvalidError.
+    Raises: SourceInvalidError, also for a mounted view: to open its shards, were it only to refuse them, makes them.
     """
     try:
         root = os.path.realpath(path, strict=True)
@@ -63,6 +64,7 @@ def locate(path: str) -> Location:
             f"{brief(path)}: is not a directory",
             hint="give the directory that holds the checkpoint",
         )
+    _refuse_view(root)
     if _is_repository(root):
         root = _snapshot(root)
     else:
@@ -73,6 +75,23 @@ def locate(path: str) -> Location:
         if name == "snapshots" and _is_repository(above):
             return Location(root, above, os.path.relpath(root, above))
     return Location(root, root, "")
+
+
+def _refuse_view(root: str) -> None:
+    """Refuse a folder of a mounted view, without a look at its shards."""
+    mount = root
+    while not os.path.ismount(mount):
+        mount = os.path.dirname(mount)
+    try:
+        with open(os.path.join(mount, ".fp8fs", "status.json"), "rb") as file:
+            status = json.load(file)
+    except (OSError, ValueError):
+        return
+    shown = status.get("src") if isinstance(status, dict) else None
+    raise SourceInvalidError(
+        f"{brief(root)}: already quantized: it is a view that fp8fs serves",
+        hint=f"give its source, {brief(str(shown))}" if shown else "give its source",
+    )
 
 
 def _is_repository(folder: str) -> bool:

@@ -28,8 +28,8 @@ def test_odd_sizes_through_the_mount(place: Path, mount: Callable[..., Path], sc
         linears = {name for name in tensors if ".mlp." in name or ".self_attn." in name}
         wanted[folder] = oracle.expected(stored(tensors), linears, scheme, {})
     view = mount(src, "--scheme", scheme)
-    for folder, tensors in wanted.items():
-        assert oracle.read_file(view / folder.name / "model.safetensors") == tensors
+    for folder, expected in wanted.items():
+        assert oracle.read_file(view / folder.name / "model.safetensors") == expected
 
 
 def test_plan_warns_of_cuts(fp8fs: Fp8fs, place: Path) -> None:
