@@ -36,7 +36,9 @@ def plain_call(arguments: Sequence[str]) -> Callable[[], int] | None:
             return None
         else:
             # The first spelling, written where a default would be if it were not in an annotation.
-            first = about.default if isinstance(about.default, str) else f"--{name.replace('_', '-')}"
+            first = (
+                about.default if isinstance(about.default, str) else f"--{name.replace('_', '-')}"
+            )
             for spelling in (first, *(about.param_decls or ())):
                 options[spelling] = name
     given = _read(arguments[1:], options, places, hints)
