@@ -12,24 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from fp8fs.core.quantizer import Buffer
-from fp8fs.core.recipe import BLOCK
 from fp8fs.errors import NonFiniteTensorError
+from fp8fs.quant.raw import INFINITE
 from fp8fs.quant.reference import TENSOR_SCALE_MIN, Weight, to_bf16
 
 __all__ = [
     "CODE",
-    "INFINITE",
     "MAGNITUDE",
-    "PANEL",
     "Bytes",
     "Codes",
     "Floats",
-    "block_grid",
-    "code_to_float",
     "inverse_scale",
     "nonfinite",
     "round_bf16",
-    "row_length",
     "row_maxima",
     "source_codes",
     "target_bytes",
@@ -49,12 +44,6 @@ CODE: dict[str, np.dtype[Any]] = {
 
 MAGNITUDE: dict[str, int] = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFF_FFFF}
 """Mask that drops the sign of a code. What is left orders as the magnitudes do."""
-
-INFINITE: dict[str, int] = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
-"""Magnitude code of infinity; every NaN is above it."""
-
-PANEL = 32
-"""Blocks side by side that a kernel reads, then casts: 512 KiB to 2 MiB of source, and its scratch."""
 
 _SEARCH_ELEMS = 1 << 20
 _ROUND_ELEMS = 1 << 16
@@ -117,13 +106,6 @@ def round_bf16(src: Buffer, dtype: str, dst: Buffer) -> None:
         target[part] = to_bf16(weight[part])
 
 
-def row_length(count: int, rows: int) -> int:
-    """Elements per row of *count* elements in *rows* rows. Raises: ValueError if they are ragged."""
-    if rows < 0 or (count % rows if rows else count):
-        raise ValueError(f"{count} elements do not make {rows} equal rows")
-    return count // rows if rows else 0
-
-
 def row_maxima(amax: Buffer, rows: int) -> Floats:
     """*amax* as an array of *rows* float32. Raises: ValueError if they are not finite magnitudes."""
     peaks: Floats = np.frombuffer(memoryview(amax), dtype=np.float32)
@@ -138,25 +120,6 @@ def inverse_scale(scale: float) -> np.float32:
     if not TENSOR_SCALE_MIN <= value < np.inf:
         raise ValueError(f"{scale!r} is no per_tensor scale")
     return np.float32(1.0) / value
-
-
-def block_grid(count: int, rows: int, cols: int) -> tuple[int, int]:
-    """Rows and columns of the scales of a (rows, cols) tile: edge blocks count whole.
-
-    Raises: ValueError if the tile does not have *count* elements.
-    """
-    if rows < 0 or cols < 0 or rows * cols != count:
-        raise ValueError(f"{count} elements are no {rows} x {cols} matrix")
-    return -(-rows // BLOCK[0]), -(-cols // BLOCK[1])
-
-
-def code_to_float(code: int, dtype: str) -> float:
-    """The value of one finite code, exact in float32."""
-    array = np.array([code], dtype=np.uint32)
-    if dtype == "F16":
-        return float(array.astype(np.uint16).view(np.float16)[0])
-    shift = 16 if dtype == "BF16" else 0
-    return float((array << np.uint32(shift)).view(np.float32)[0])
 
 
 def nonfinite(codes: Codes, dtype: str) -> NonFiniteTensorError:

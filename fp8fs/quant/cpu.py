@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fp8fs.core.quantizer import Buffer
-from fp8fs.quant import buffers, reference
+from fp8fs.quant import raw
 
 if TYPE_CHECKING:
     from fp8fs.quant.machine_code import Kernel
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["CpuQuantizer"]
 
 log = logging.getLogger(__name__)
+
+_FP8_MAX = 448.0
+_TENSOR_SCALE_MIN = 2.0**-128 + 2.0**-149
+"""FP8_MAX and TENSOR_SCALE_MIN of reference.py, which needs numpy."""
 
 _WARM = {
     "per_tensor": ("amax", "cast_scaled"),
@@ -46,39 +49,44 @@ class CpuQuantizer:
         self._cache_known = False
 
     def tensor_scale(self, amax: float) -> float:
-        return float(reference.tensor_scale(amax))
+        """As the reference has it: a quotient of float32 values is rounded once, by way of float64 too."""
+        if amax == 0.0:
+            return 1.0
+        return max(raw.float32(raw.float32(amax) / _FP8_MAX), _TENSOR_SCALE_MIN)
 
     def amax(self, src: Buffer, dtype: str) -> float:
-        codes = buffers.source_codes(src, dtype)
-        peak = self._run("amax", dtype, codes, codes.size)
-        return buffers.code_to_float(peak, dtype)
+        codes = raw.source(src, dtype)
+        return raw.magnitude(self._run("amax", dtype, codes, codes.elems), dtype)
 
     def cast_tensor(self, src: Buffer, dtype: str, scale: float, dst: Buffer) -> None:
-        codes = buffers.source_codes(src, dtype)
-        inverse = float(buffers.inverse_scale(scale))
-        data = buffers.target_bytes(dst, codes.size)
-        self._run("cast_scaled", dtype, codes, codes.size, inverse, data)
+        codes = raw.source(src, dtype)
+        single = raw.float32(scale)
+        if not _TENSOR_SCALE_MIN <= single < math.inf:
+            raise ValueError(f"{scale!r} is no per_tensor scale")
+        inverse = raw.float32(1.0 / single)
+        data = raw.target_bytes(dst, codes.elems)
+        self._run("cast_scaled", dtype, codes, codes.elems, inverse, data)
 
     def amax_rows(self, src: Buffer, dtype: str, rows: int, out: Buffer) -> None:
-        codes = buffers.source_codes(src, dtype)
-        cols = buffers.row_length(codes.size, rows)
-        self._run("amax_rows", dtype, codes, rows, cols, buffers.target_floats(out, rows))
+        codes = raw.source(src, dtype)
+        cols = raw.row_length(codes.elems, rows)
+        self._run("amax_rows", dtype, codes, rows, cols, raw.target_floats(out, rows))
 
     def cast_rows(
         self, src: Buffer, dtype: str, rows: int, amax: Buffer, dst: Buffer, scale: Buffer
     ) -> None:
-        codes = buffers.source_codes(src, dtype)
-        cols = buffers.row_length(codes.size, rows)
-        peaks = buffers.row_maxima(amax, rows)
-        data = buffers.target_bytes(dst, codes.size)
-        scales = buffers.target_floats(scale, rows)
+        codes = raw.source(src, dtype)
+        cols = raw.row_length(codes.elems, rows)
+        peaks = raw.row_maxima(amax, rows)
+        data = raw.target_bytes(dst, codes.elems)
+        scales = raw.target_floats(scale, rows)
         self._run("cast_rows", dtype, codes, rows, cols, peaks, data, scales)
 
     def quantize_rows(self, src: Buffer, dtype: str, rows: int, dst: Buffer, scale: Buffer) -> None:
-        codes = buffers.source_codes(src, dtype)
-        cols = buffers.row_length(codes.size, rows)
-        data = buffers.target_bytes(dst, codes.size)
-        scales = buffers.target_floats(scale, rows)
+        codes = raw.source(src, dtype)
+        cols = raw.row_length(codes.elems, rows)
+        data = raw.target_bytes(dst, codes.elems)
+        scales = raw.target_floats(scale, rows)
         self._run("quantize_rows", dtype, codes, rows, cols, data, scales)
 
     def quantize_blocks(
@@ -92,16 +100,16 @@ class CpuQuantizer:
         *,
         pow2: bool,
     ) -> None:
-        codes = buffers.source_codes(src, dtype)
-        high, wide = buffers.block_grid(codes.size, rows, cols)
-        data = buffers.target_bytes(dst, codes.size)
-        scales = buffers.target_floats(scale, high * wide)
-        peaks, inverse = np.empty(buffers.PANEL, np.uint32), np.empty(buffers.PANEL, np.float32)
-        self._run(
-            "quantize_blocks", dtype, codes, rows, cols, data, scales, int(pow2), peaks, inverse
-        )
+        codes = raw.source(src, dtype)
+        high, wide = raw.block_grid(codes.elems, rows, cols)
+        data = raw.target_bytes(dst, codes.elems)
+        scales = raw.target_floats(scale, high * wide)
+        scratch = [raw.target_floats(bytearray(4 * raw.PANEL), raw.PANEL) for _ in range(2)]
+        self._run("quantize_blocks", dtype, codes, rows, cols, data, scales, int(pow2), *scratch)
 
     def cast_bf16(self, src: Buffer, dtype: str, dst: Buffer) -> None:
+        from fp8fs.quant import buffers
+
         buffers.round_bf16(src, dtype, dst)
 
     def warm(self, dtypes: tuple[str, ...] = ("BF16",), schemes: tuple[str, ...] = ()) -> None:
@@ -114,12 +122,14 @@ class CpuQuantizer:
     def close(self) -> None:
         """Nothing to give back: compiled code stays for the next call."""
 
-    def _run(self, kernel: str, dtype: str, codes: buffers.Codes, *arguments: object) -> int:
+    def _run(self, kernel: str, dtype: str, codes: raw.Raw, *arguments: raw.Raw | float) -> int:
         """Run one kernel; the largest magnitude code it saw. Raises: NonFiniteTensorError."""
-        plain = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-        peak = self._kernel(kernel, dtype)(codes.ctypes.data, *plain)
-        if peak >= buffers.INFINITE[dtype]:
-            raise buffers.nonfinite(codes, dtype)
+        plain = [a.address if isinstance(a, raw.Raw) else a for a in arguments]
+        peak = self._kernel(kernel, dtype)(codes.address, *plain)
+        if peak >= raw.INFINITE[dtype]:
+            from fp8fs.quant import buffers
+
+            raise buffers.nonfinite(buffers.source_codes(raw.contents(codes, dtype), dtype), dtype)
         return peak
 
     def _kernel(self, name: str, dtype: str) -> Kernel:

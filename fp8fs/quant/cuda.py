@@ -17,7 +17,7 @@ import torch
 from fp8fs.core.quantizer import Buffer
 from fp8fs.core.recipe import BLOCK
 from fp8fs.errors import DeviceError
-from fp8fs.quant import buffers, reference
+from fp8fs.quant import buffers, raw, reference
 from fp8fs.quant.buffers import Floats
 
 __all__ = ["TorchQuantizer"]
@@ -67,7 +67,7 @@ class TorchQuantizer:
 
     def amax_rows(self, src: Buffer, dtype: str, rows: int, out: Buffer) -> None:
         codes = buffers.source_codes(src, dtype)
-        cols = buffers.row_length(codes.size, rows)
+        cols = raw.row_length(codes.size, rows)
         peaks = buffers.target_floats(out, rows)
         if not codes.size:
             return
@@ -97,7 +97,7 @@ class TorchQuantizer:
         pow2: bool,
     ) -> None:
         codes = buffers.source_codes(src, dtype)
-        high, wide = buffers.block_grid(codes.size, rows, cols)
+        high, wide = raw.block_grid(codes.size, rows, cols)
         data = buffers.target_bytes(dst, codes.size)
         scales = buffers.target_floats(scale, high * wide)
         if not codes.size:
@@ -137,7 +137,7 @@ class TorchQuantizer:
         self, src: Buffer, dtype: str, rows: int, amax: Floats | None, dst: Buffer, scale: Buffer
     ) -> None:
         codes = buffers.source_codes(src, dtype)
-        cols = buffers.row_length(codes.size, rows)
+        cols = raw.row_length(codes.size, rows)
         data = buffers.target_bytes(dst, codes.size)
         scales = buffers.target_floats(scale, rows)
         if not codes.size:

@@ -22,8 +22,8 @@ import numba.extending
 import numpy as np
 
 from fp8fs.core.recipe import BLOCK
-from fp8fs.quant.buffers import PANEL
 from fp8fs.quant.machine_code import PARAMETERS, MachineCode
+from fp8fs.quant.raw import PANEL
 from fp8fs.quant.reference import BLOCK_AMAX_MIN, CHANNEL_SCALE_MIN, FP8_MAX
 
 __all__ = ["KERNELS", "compile_code", "compile_ir"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8fs.core.quantizer import Buffer
-from fp8fs.quant import buffers
+from fp8fs.quant import buffers, raw
 
 __all__ = ["ZerosQuantizer"]
 
@@ -48,7 +48,7 @@ class ZerosQuantizer:
         *,
         pow2: bool,
     ) -> None:
-        high, wide = buffers.block_grid(buffers.source_codes(src, dtype).size, rows, cols)
+        high, wide = raw.block_grid(buffers.source_codes(src, dtype).size, rows, cols)
         buffers.target_bytes(dst, rows * cols).fill(0)
         buffers.target_floats(scale, high * wide).fill(1.0)
 
