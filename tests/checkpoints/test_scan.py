@@ -193,3 +193,24 @@ def test_a_scan_needs_little_memory(tmp_path: Path) -> None:
     )
     assert f'"index": {rows * cols - 1}' in ran.stdout
     assert int(ran.stderr.split()[-1]) < 300e6
+
+
+@pytest.mark.fuse
+def test_no_time_is_promised_for_what_cannot_be_made(fp8fs: Fp8fs, tmp_path: Path) -> None:
+    """Once a shard is known to hold NaN, status counts none of its bytes as still to come, and names the weight."""
+    src, view = tmp_path / "src", tmp_path / "view"
+    write_files(src, {}, LLM)
+    bad = torch.ones(4096, 4096)
+    bad[0, 0] = float("nan")
+    for number, weight in enumerate((bad, torch.ones(2048, 2048)), 1):
+        save_file({layer(number): weight}, src / f"model-{number:05d}-of-00002.safetensors")
+    fp8fs.mount(src, view)
+    with pytest.raises(OSError, match="Input/output error"):
+        (view / "model-00001-of-00002.safetensors").read_bytes()
+    (view / "model-00002-of-00002.safetensors").read_bytes()
+    status = fp8fs.status(view)
+    assert status["shards"] == {"total": 2, "sealed": 1}
+    assert status["gb_per_s"] > 0
+    assert not status["eta_s"]
+    assert [layer(1) in error["what"] for error in status["errors"]] == [True]
+    fp8fs.unmount(view)
