@@ -17,7 +17,8 @@ class Omni:
     """vLLM-Omni. Close it when done."""
 
     def __init__(self, log: Path) -> None:
-        self._scripts = ForkedScripts("vllm-omni", "omni_load", "omni_make_source", log=log)
+        scripts = ("omni_load", "omni_make_source", "parallel_load", "parallel_experts")
+        self._scripts = ForkedScripts("vllm-omni", *scripts, log=log)
 
     def load(
         self,
@@ -35,6 +36,24 @@ class Omni:
         return self._scripts.run_all(
             "omni_load", ranks, workdir=workdir, site=site, settings=settings
         )
+
+    def load_layout(
+        self,
+        checkpoint: Path,
+        settings: Mapping[str, object],
+        *options: object,
+        world: int,
+        workdir: Path,
+        script: str = "parallel_load",
+    ) -> list[Result]:
+        """What each rank of a parallel layout reports; rank N writes the tensors that it holds to N.safetensors.
+
+        ``settings``: the engine's names for the layout; ``script``: which of ``engine_side/`` loads the checkpoint.
+        """
+        layout = ("--layout", json.dumps(settings), "--world", world, "--port", harness.free_port())
+        dumps = [("--rank", n, "--dump", workdir / f"{n}.safetensors") for n in range(world)]
+        ranks = [(checkpoint, *options, *layout, *dump) for dump in dumps]
+        return self._scripts.run_all(script, ranks, workdir=workdir)
 
     def make_source(self, model: str, pipeline: Path) -> dict[str, Any]:
         """Write the tiny BF16 pipeline of a model. Returns the facts about it."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import oracle
+from tests.loader.omni import Omni
 from tests.loader.test_parallel_layouts import Layout, Mount, Tensors, as_tensor, assert_same, load
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
@@ -50,12 +51,12 @@ def quantized_by_oracle(source: Path, view: Path) -> Tensors:
 
 
 def test_each_rank_holds_its_experts(
-    mounted: Mount, llm_source: Callable[[str], Path], tmp_path: Path
+    omni: Omni, mounted: Mount, llm_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Each expert is on exactly one rank, all else on every rank, with the source's FP8; each unit is made once."""
     source = llm_source("qwen3-moe")
     view = mounted(source, "--scheme", "block")
-    load(LAYOUT, view.path, tmp_path / "ranks", script="parallel_experts.py")
+    load(omni, LAYOUT, view.path, tmp_path / "ranks", script="parallel_experts")
     view.assert_made_once()
     expected = quantized_by_oracle(source, view.path)
     experts = []

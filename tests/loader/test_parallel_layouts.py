@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests import oracle
-from tests.loader import harness
 from tests.loader.engine_side import omni_names
 from tests.loader.mounts import MountedView
+from tests.loader.omni import Omni, Result, assert_right
+from tests.loader.reference_pipeline import read_tensors
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 
@@ -94,6 +95,9 @@ TENSOR = Layout({"tensor_parallel_size": 2}, 2, {"tp": [0, 1]})
 TENSOR_GUIDANCE = Layout(
     {"tensor_parallel_size": 2, "cfg_parallel_size": 2}, 4, {"tp": [2, 3], "cfg": [1, 3]}
 )
+SEQUENCE_GUIDANCE = Layout(
+    {"ulysses_degree": 2, "cfg_parallel_size": 2}, 4, {"ulysses": [2, 3], "cfg": [1, 3]}
+)
 HYBRID_SHARDED = Layout(
     {"use_hsdp": True, "hsdp_shard_size": 2, "hsdp_replicate_size": 2},
     4,
@@ -115,7 +119,7 @@ class Expected:
         chosen = [name for name, entry in entries.items() if entry["dtype"] == "F8_E4M3"]
         bf16 = oracle.read_folder(source / "transformer")
         view_tensors = oracle.expected(bf16, chosen, "per_tensor", oracle.sibling_groups(chosen))
-        self._stored = {name: as_tensor(stored) for name, stored in view_tensors.items()}
+        self.stored = {name: as_tensor(stored) for name, stored in view_tensors.items()}
         self.fp8 = {
             name
             for name in runtime_names
@@ -125,7 +129,7 @@ class Expected:
 
     def whole(self, name: str) -> torch.Tensor:
         """A runtime tensor, all of it."""
-        parts = [self._stored[part] for part in omni_names.checkpoint_names(self._model, name)]
+        parts = [self.stored[part] for part in omni_names.checkpoint_names(self._model, name)]
         tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
         if self._model == "h3" and name.endswith("qkv_proj.weight"):
             heads, head_dim = (
@@ -165,19 +169,20 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(
-    layout: Layout, view: Path, workdir: Path, *options: object, script: str = "parallel_load.py"
-) -> list[dict[str, Any]]:
+    omni: Omni, layout: Layout, view: Path, workdir: Path, *options: object, **script: str
+) -> list[Result]:
     """Load a view with all ranks of a layout at once; the facts that each rank reports. Dumps lie in *workdir*."""
-    shared = ("--world", layout.world, "--port", harness.free_port(), *options)
-    settings = ("--layout", json.dumps(layout.settings))
-    ranks = [
-        (view, *shared, *settings, "--rank", rank, "--dump", workdir / f"{rank}.safetensors")
-        for rank in range(layout.world)
-    ]
-    facts: list[dict[str, Any]] = harness.run_scripts("vllm-omni", script, ranks, workdir=workdir)
+    facts = omni.load_layout(
+        view, layout.settings, *options, world=layout.world, workdir=workdir, **script
+    )
+    assert_grouped(facts, layout)
+    return facts
+
+
+def assert_grouped(facts: list[Result], layout: Layout) -> None:
+    """The groups really are those of the layout, as collectives in them found."""
     for name, members in layout.groups.items():
         assert facts[-1]["groups"][name] == members
-    return facts
 
 
 @pytest.mark.parametrize(
@@ -191,12 +196,12 @@ def load(
     ],
 )
 def test_ranks_that_hold_every_layer(
-    layout: Layout, model: str, mounted: Mount, omni_source: Source, tmp_path: Path
+    layout: Layout, model: str, omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
 ) -> None:
     """Ranks that are replicas, or slices of tensors, hold exactly the source's FP8, and each unit is made once."""
     source, facts = omni_source(model)
     view = mounted(source)
-    load(layout, view.path, tmp_path / "ranks", "--model", model)
+    load(omni, layout, view.path, tmp_path / "ranks", "--model", model)
     view.assert_made_once()
     expected = Expected(model, source, view.path, facts["runtime_dtypes"])
     assert expected.fp8
@@ -208,11 +213,11 @@ def test_ranks_that_hold_every_layer(
             assert_same(name, tensor, expected.part(name, rank % slices, slices))
 
 
-def test_pipeline_stages(mounted: Mount, omni_source: Source, tmp_path: Path) -> None:
+def test_pipeline_stages(omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path) -> None:
     """Each pipeline stage holds its own layers and no other, with the source's FP8; each unit is made once."""
     source, facts = omni_source("wan")
     view = mounted(source)
-    load(PIPELINE, view.path, tmp_path / "ranks", "--model", "wan")
+    load(omni, PIPELINE, view.path, tmp_path / "ranks", "--model", "wan")
     view.assert_made_once()
     expected = Expected("wan", source, view.path, facts["runtime_dtypes"])
     for stage, elsewhere in enumerate(reversed(STAGES["wan"])):
@@ -223,11 +228,11 @@ def test_pipeline_stages(mounted: Mount, omni_source: Source, tmp_path: Path) ->
             assert_same(name, tensor, expected.whole(name))
 
 
-def test_hybrid_shards(mounted: Mount, omni_source: Source, tmp_path: Path) -> None:
+def test_hybrid_shards(omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path) -> None:
     """HSDP: every rank loads the source's FP8, keeps a shard of its rows, and gathers the same bytes from its group."""
     source, facts = omni_source("h3")
     view = mounted(source)
-    reports = load(HYBRID_SHARDED, view.path, tmp_path / "ranks", "--model", "h3")
+    reports = load(omni, HYBRID_SHARDED, view.path, tmp_path / "ranks", "--model", "h3")
     view.assert_made_once()
     expected = Expected("h3", source, view.path, facts["runtime_dtypes"])
     for rank, report in enumerate(reports):
@@ -241,3 +246,42 @@ def test_hybrid_shards(mounted: Mount, omni_source: Source, tmp_path: Path) -> N
             # Before sharding, the CPU build of vLLM moves an unquantized linear's weight into a form of its own.
             if tensor.numel() or name in expected.fp8:
                 assert_same(name, tensor, expected.whole(name))
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathering"),
+    [
+        pytest.param(SEQUENCE, 4, id="sp"),
+        pytest.param(SEQUENCE_GUIDANCE, 2, id="sp-cfg"),
+        pytest.param(GUIDANCE, 1, id="cfg"),
+    ],
+)
+def test_ranks_that_stream_blocks(
+    layout: Layout,
+    gathering: int,
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    plugin: Path,
+    tmp_path: Path,
+) -> None:
+    """DLO maps the view and gathers each block in the sequence-parallel group: the source's FP8, each unit made once."""
+    source, facts = omni_source("h3")
+    view = mounted(source)
+    results = omni.load(
+        view.path,
+        *("--layout", json.dumps(layout.settings)),
+        model="h3",
+        world=layout.world,
+        workdir=tmp_path / "ranks",
+        site=plugin,
+    )
+    view.assert_made_once()
+    assert_grouped(results, layout)
+    assert all(result["mapped"] and result["group_size"] == gathering for result in results)
+    assert_right(results)  # against what the view stores, which is:
+    expected = Expected("h3", source, view.path, facts["runtime_dtypes"]).stored
+    shown = read_tensors(view.path / "transformer")
+    assert shown.keys() == expected.keys()
+    for name, tensor in shown.items():
+        assert_same(name, tensor, expected[name])

@@ -18,6 +18,7 @@ from typing import Any
 
 import omni_cpu
 import omni_names
+import parallel_groups
 import reference_fp8
 import reporting
 import torch
@@ -196,7 +197,6 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     load_omni_general_plugins()  # as the engine's worker does first; nothing happens if no plugin is installed
     if options.runtime_rows:
         omni_cpu.take_rows_as_stored()
-    omni_cpu.join_group(options.rank, options.world, options.port)
     if options.kernel:
         import cuda_kernels
     from vllm.config.load import LoadConfig
@@ -216,7 +216,10 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         world=options.world,
         quantization=options.quantization,
         all_gather=not options.rank_local,
+        parallel=options.layout,
     )
+    omni_cpu.announce_rank(options.rank, options.world, options.port)
+    parallel_groups.join(diffusion, options.rank, options.world)
     with omni_cpu.vllm_context():
         if options.kernel:
             cuda_kernels.emulate(options.kernel)
@@ -265,6 +268,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         "mapped": mapped,
         "rank_local": backend._using_rank_local_mmap,
         "group_size": backend.dp_size,
+        "groups": parallel_groups.members(),
         "fp8_linears": sorted(streamed.fp8_linears),
         "kernel": type(
             getattr(getattr(any_linear, "quant_method", None), "fp8_linear", None)
@@ -292,6 +296,11 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--runtime-rows", action="store_true", help="rows are stored in the runtime's order"
+    )
+    parser.add_argument(
+        "--layout",
+        type=json.loads,
+        help="JSON: the engine's parallel settings; else all data-parallel",
     )
     parser.add_argument("--kernel", help="emulate a CUDA kernel class of vLLM (cuda_kernels.py)")
     return parser

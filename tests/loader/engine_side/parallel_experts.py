@@ -7,7 +7,7 @@ and reports its groups; the test judges both.
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,19 @@ import omni_cpu
 import parallel_groups
 import reporting
 import torch
+
+ENGINE_MODULES = (
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm_omni.diffusion.data",
+)
+
+
+def load_engine() -> None:
+    """Import what a run needs, made able to run on CPU."""
+    omni_cpu.bring_up()
+    for module in ENGINE_MODULES:
+        importlib.import_module(module)
 
 
 def diffusion_config(directory: Path, layout: dict[str, Any]) -> Any:
@@ -68,14 +81,14 @@ def load(config: Any) -> dict[str, torch.Tensor]:
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
-    omni_cpu.bring_up()
+    load_engine()
     import amx_kernels
     from vllm.config import set_current_vllm_config
     from vllm_omni.diffusion.forward_context import set_forward_context
 
     amx_kernels.emulate()
     omni_cpu.announce_rank(options.rank, options.world, options.port)
-    diffusion = diffusion_config(options.directory, json.loads(options.layout))
+    diffusion = diffusion_config(options.directory, options.layout)
     config = vllm_config(options.directory, diffusion.parallel_config)
     with (
         set_forward_context(vllm_config=config, omni_diffusion_config=diffusion),
@@ -88,7 +101,11 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     return {"groups": members}
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parallel_groups.add_arguments(parser)
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    parallel_groups.add_arguments(arguments)
-    reporting.run_and_report(main, arguments)
+    reporting.run_and_report(main, arguments())

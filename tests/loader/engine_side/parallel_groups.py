@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -85,5 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--layout", required=True, help="JSON: the engine's parallel settings")
+    parser.add_argument(
+        "--layout", type=json.loads, required=True, help="JSON: the engine's parallel settings"
+    )
     parser.add_argument("--dump", type=Path, required=True, help="where to write what is held")

@@ -8,14 +8,21 @@ file has what FSDP2's AllGather puts together again out of the shards.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import omni_cpu
+import omni_load
 import parallel_groups
 import reporting
 import torch
+
+
+def load_engine() -> None:
+    """Import what a run needs, made able to run on CPU."""
+    omni_load.load_engine()
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
 
 
 def load(model: str, directory: Path, diffusion: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -58,11 +65,9 @@ def gather_shards(transformer: torch.nn.Module) -> tuple[dict[str, torch.Tensor]
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
-    omni_cpu.bring_up()
+    load_engine()
     omni_cpu.announce_rank(options.rank, options.world, options.port)
-    diffusion = omni_cpu.diffusion_config(
-        options.directory, parallel=json.loads(options.layout), offload=False
-    )
+    diffusion = omni_cpu.diffusion_config(options.directory, parallel=options.layout, offload=False)
     with omni_cpu.vllm_context():
         parallel_groups.join(diffusion, options.rank, options.world)
         facts: dict[str, Any] = {"groups": parallel_groups.members()}
@@ -75,8 +80,12 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parallel_groups.add_arguments(parser)
+    parser.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
+    return parser
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    parallel_groups.add_arguments(arguments)
-    arguments.add_argument("--model", choices=list(omni_cpu.CONFIGS), required=True)
-    reporting.run_and_report(main, arguments)
+    reporting.run_and_report(main, arguments())
