@@ -46,7 +46,9 @@ class ComponentView:
     def decide(self, headers: Mapping[str, Header]) -> list[Decision]:
         """What happens to each source tensor, in source order."""
         profile = self._profile
-        rule: Rule = GenericRule() if profile is None else ProfileRule(profile)
+        rule: Rule = (
+            GenericRule(self._component.class_name) if profile is None else ProfileRule(profile)
+        )
         return select(self._component, headers, self._recipe, rule)
 
     def arrange(self, shards: list[list[ViewTensor]]) -> list[list[ViewTensor]]:

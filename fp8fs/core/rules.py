@@ -64,6 +64,14 @@ Searched in the module name in lower case with every digit as "#". Published FP8
 because they are small and their errors are not averaged away, or because engines build them unquantized.
 """
 
+STORED_TURNED = (
+    r"^(GPT2|OpenAIGPT|ImageGPT|DecisionTransformer|Clvp)",
+    r"(^|\.)([cq]_attn|c_proj|c_fc)$",
+    "stored [in, out]",
+)
+"""Class names, module names and the reason: weights of transformers' Conv1D. Their readers turn them over, but not their
+scales, and none of them takes such a layer for a linear that can be FP8."""
+
 Numbers = tuple[str, ...]
 """The parts of a dotted name that are numbers, in order."""
 
@@ -124,7 +132,10 @@ class Rule(Protocol):
 class GenericRule:
     """For classes that no engine's profile knows: linears in repeated blocks, unless a word excludes them."""
 
-    def __init__(self, fusions: Iterable[Fusion] = FUSIONS) -> None:
+    def __init__(self, class_name: str = "", fusions: Iterable[Fusion] = FUSIONS) -> None:
+        classes, modules, reason = STORED_TURNED
+        turned = re.search(classes, class_name) is not None
+        self._words = ((re.compile(modules), reason), *_WORDS) if turned else _WORDS
         self._label: Mapping[str, str] = leaf_table(fusions)
         self._known: dict[str, Ruling] = {}
 
@@ -144,10 +155,9 @@ class GenericRule:
         holes = parent.replace("%%", "").count(_HOLE)
         return Pattern(f"{parent}.{label}" if parent else label, range(holes))
 
-    @staticmethod
-    def _verdict(module: str) -> tuple[bool, str]:
+    def _verdict(self, module: str) -> tuple[bool, str]:
         module = module.translate(_BLURRED)
-        for pattern, reason in _WORDS:
+        for pattern, reason in self._words:
             if pattern.search(module):
                 return False, reason
         # A number in last place is a position in a Sequential (time_projection.1), not a repeated block.

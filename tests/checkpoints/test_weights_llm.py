@@ -276,7 +276,23 @@ HEADS = {
     ),
 }
 
-ALL = {**MTP, **TOWERS, **GATES, **HEADS}
+OTHERS = {
+    "Conv1D beside a linear": Kind(
+        _config("GPT2LMHeadModel"),
+        ["transformer.h.0.extra.dense.weight"],
+        [
+            *("transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_proj.weight"),
+            *("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"),
+        ],
+    ),
+    "linears by Conv1D's names": Kind(
+        _config("Starcoder2ForCausalLM"),
+        [*attention("model.layers.0.self_attn"), "model.layers.0.mlp.c_fc.weight"],
+        [EMBED],
+    ),
+}
+
+ALL = {**MTP, **TOWERS, **GATES, **HEADS, **OTHERS}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
