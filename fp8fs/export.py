@@ -161,7 +161,8 @@ def _mount_point(target: Path) -> UsageError:
 
 def _cannot_write(place: Path, err: OSError) -> StoreFullError:
     what = err.strerror or str(err)
-    where = f" ({os.fsdecode(err.filename)})" if isinstance(err.filename, str | bytes) else ""
+    named = os.fsdecode(err.filename) if isinstance(err.filename, str | bytes) else ""
+    where = f" ({named})" if named and not named.startswith(f"{place.parent}/") else ""
     return StoreFullError(
         f"{place} cannot be written: {what}{where}", hint="check space and rights"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -162,4 +163,13 @@ def _stay(spec: MountSpec, output: Output) -> int:
             if isinstance(size, dict):
                 update(int(size.get("written", 0)), mounted.bytes_view)
 
-        return session.mount_foreground(spec, on_ready=on_ready, on_tick=on_tick)
+        def on_log(line: str) -> None:
+            if not (output.quiet and _is_information(line)):
+                print(line, file=sys.stderr, flush=True)
+
+        return session.mount_foreground(spec, on_ready=on_ready, on_tick=on_tick, on_log=on_log)
+
+
+def _is_information(line: str) -> bool:
+    """Whether a line of the server's log says that all is well: date, time, level, logger, text."""
+    return line.split(" ", 3)[2:3] == ["INFO"]

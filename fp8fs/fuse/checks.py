@@ -59,9 +59,10 @@ def ensure_directory(dst: str, mounts: list[Mount]) -> bool:
     except FileExistsError:
         pass
     except OSError as err:
-        raise MountPointError(
-            f"{dst} cannot be made: {err.strerror}", hint="make the directory above it first"
-        ) from err
+        hint = "choose a directory that you may write"
+        if isinstance(err, FileNotFoundError):
+            hint = "make the directory above it first"
+        raise MountPointError(f"{dst} cannot be made: {err.strerror}", hint=hint) from err
     else:
         return True
     try:

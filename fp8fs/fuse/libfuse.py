@@ -76,6 +76,15 @@ def check_request_timeouts(folder: Path) -> None:
             )
 
 
+def in_user_namespace() -> bool:
+    """Whether this process is root, or anybody, of a part of the machine only (a rootless container)."""
+    try:
+        text = Path("/proc/self/uid_map").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return text.split() != ["0", "0", "4294967295"]
+
+
 def find_libfuse() -> str:
     """Name or path of libfuse 3 for dlopen. Raises: FuseMissingError saying what was probed."""
     chosen = os.environ.get("FUSE_LIBRARY_PATH")

@@ -26,7 +26,7 @@ import msgspec
 
 from fp8fs.errors import MountError
 from fp8fs.fuse.adapter import Operations, fuse_options
-from fp8fs.fuse.libfuse import LibFuse, load_libfuse
+from fp8fs.fuse.libfuse import LibFuse, in_user_namespace, load_libfuse
 from fp8fs.fuse.mountinfo import find, read_mountinfo
 from fp8fs.fuse.outside import attach_command, detach_command, run
 from fp8fs.fuse.polling import readable
@@ -119,7 +119,7 @@ def serve(
     try:
         events.wait({_INIT, *stops})
         if _INIT not in events.seen or events.seen & stops:
-            raise MountError(f"libfuse could not mount {spec.dst}", hint=_log_hint(spec))
+            raise MountError(f"libfuse could not mount {spec.dst}", hint=_mount_hint(spec))
         mounted = _attach(served, spec, events, bound=bound)
     except BaseException:
         _stop(served, spec, fuse)
@@ -222,6 +222,12 @@ def _forget(spec: MountSpec) -> None:
     if spec.created_dst and find(spec.dst, read_mountinfo()) is None:
         with contextlib.suppress(OSError):
             os.rmdir(spec.dst)
+
+
+def _mount_hint(spec: MountSpec) -> str:
+    if not in_user_namespace():
+        return _log_hint(spec)
+    return f"a user namespace mounts only in a mount namespace of its own (unshare --mount); {_log_hint(spec)}; or fp8fs build"
 
 
 def _log_hint(spec: MountSpec) -> str:

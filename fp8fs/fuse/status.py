@@ -54,6 +54,7 @@ class StatusBoard:
         done = stats.bytes_out + stats.bytes_reused + stats.bytes_failed
         share = done / stats.bytes_total if stats.bytes_total else 1.0
         left = (1.0 - share) * facts.bytes_source
+        keeps = not stats.degraded  # else what is missing may never be finished
         return {
             "schema": SCHEMA,
             "dst": facts.dst,
@@ -85,7 +86,9 @@ class StatusBoard:
             "waiting": stats.waiting,
             "odd_scales": stats.odd_scales,
             "gb_per_s": round(stats.rate_bytes_s / 1e9, 3),
-            "eta_s": round(left / stats.rate_bytes_s, 1) if stats.rate_bytes_s > 0 else None,
+            "eta_s": round(left / stats.rate_bytes_s, 1)
+            if keeps and stats.rate_bytes_s > 0
+            else None,
             "errors": [msgspec.to_builtins(note) for note in stats.last_errors],
             "degraded": stats.degraded,
             "source_changes": self._source_changes(),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fp8fs.store.store import Store
-from tests.acceptance.harness import Fp8fs, mount_points
+from tests.acceptance.harness import Fp8fs, mount_points, wait_for
 
 pytestmark = pytest.mark.fuse
 
@@ -49,6 +50,47 @@ def test_hints_can_be_pasted(fp8fs: Fp8fs, place: Path, checkpoint: Callable[[st
         assert hint_of(line.strip(), word) == ["unmount", str(dst)]
     fp8fs.run(*hint_of(again.strip(), "hint: fp8fs "))
     assert mount_points(place) == []
+
+
+def test_a_quiet_foreground_is_silent(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """``mount -f -q`` says nothing as long as all is well; without -q it says where it serves."""
+    src, dst = checkpoint("llama"), place / "view"
+    for options, wanted in ((("-q",), False), ((), True)):
+        process = fp8fs.popen("mount", src, dst, "-f", *options)
+        wait_for(lambda: dst.is_dir() and any(dst.iterdir()))
+        fp8fs.unmount(dst)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert (f"serving {dst}" in err, bool(out)) == (wanted, wanted)
+
+
+def test_the_hint_fits_what_is_wrong_with_dst(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """A missing folder is to be made; in one that takes no directories it would not help."""
+    src, dst = checkpoint("llama"), place / "view"
+    assert "make the directory above" in fp8fs.run("mount", src, place / "no/view", code=40).stderr
+    fp8fs.mount(src, dst)
+    said = fp8fs.run("mount", src, dst / "sub", code=40).stderr
+    assert "Read-only file system. hint: choose a directory that you may write" in said
+    fp8fs.unmount(dst)
+
+
+def test_a_user_namespace_without_mount_rights(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    """Root of a rootless container that may not mount is told why, and what works there."""
+    inside = ("unshare", "--user", "--map-root-user")
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    fp8fs.command = (*inside, *fp8fs.command)
+    error = fp8fs.json("mount", checkpoint("llama"), place / "view", code=49)["error"]
+    assert "unshare --mount" in error["hint"]
+    assert "fp8fs build" in error["hint"]
+    assert not (place / "view").exists()
+    assert fp8fs.build(checkpoint("llama")).is_dir()
 
 
 def test_rm_names_who_uses_a_tree(

@@ -147,18 +147,18 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
+HEARS_INTERRUPTS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of shells start with it ignored
+os.execv(sys.executable, [sys.executable, "-m", "fp8fs", *sys.argv[1:]])
+"""
+
+
 def run_command(place: Path, script: str) -> subprocess.Popen[str]:
     """``fp8fs run`` of a shell script in which $1 is the mount and $2 a flag to be touched."""
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "fp8fs",
-            "run",
-            str(place / "src"),
-            "--store",
-            str(place / "store"),
-        ),
+        *(sys.executable, "-c", HEARS_INTERRUPTS, "run", str(place / "src")),
+        *("--store", str(place / "store")),
         *("--", "sh", "-c", script, "sh", "{}", str(place / "flag")),
     ]
     return subprocess.Popen(
