@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.loader.engine_side import reference_fp8
 from tests.loader.reference_pipeline import read_tensors
 
-LINEAR = re.compile(r"\.(\w+_proj|experts\.\d+\.w[123])\.weight$")
+LINEAR = re.compile(r"^(?!visual\.).*\.(\w+_proj|experts\.\d+\.w[123])\.weight$")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.loader.forks import ForkedScripts
-from tests.loader.mounts import MountedView
-from tests.loader.reference_llm import write_dequantized_model
+from tests.loader.mounts import MountedView, cold_and_warm
+from tests.loader.reference_llm import write_dequantized_model, write_fp8_model
 from tests.loader.test_llm_harness import MODELS, ONLINE
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
@@ -18,29 +18,17 @@ pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 Generate = Callable[..., dict[str, Any]]
 Mount = Callable[..., MountedView]
 Source = Callable[[str], Path]
+VISION = "qwen2.5-vl"  # a wrapper around a text model; its tower stays BF16
+EXPERTS = ("mixtral", "qwen3-moe")
 CASES = [
     pytest.param(
         model,
         scheme,
         marks=[pytest.mark.engine_ci] if (model, scheme) == ("llama", "per_channel") else [],
     )
-    for model in MODELS
+    for model in (*MODELS, VISION)
     for scheme in ONLINE
 ]
-
-
-def cold_and_warm(view: MountedView, read: Callable[[Path], Any]) -> Any:
-    """What *read* makes of the view while it is filled, which is what it makes of it afterwards.
-
-    Every unit is made once then, and none again.
-    """
-    cold = read(view.path)
-    view.assert_made_once()
-    view.remount()
-    warm = read(view.path)
-    view.assert_nothing_made()
-    assert cold == warm
-    return cold
 
 
 @pytest.mark.parametrize(("model", "scheme"), CASES)
@@ -68,7 +56,7 @@ def test_vllm_per_tensor_equals_online(
     assert stored == generate_from_source("llama", "--quantization", "fp8", "--shim")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, VISION])
 def test_vllm_block_equals_the_dequantized_model(
     model: str, mounted: Mount, llm_source: Source, generate: Generate, tmp_path: Path
 ) -> None:
@@ -77,6 +65,34 @@ def test_vllm_block_equals_the_dequantized_model(
     view = mounted(llm_source(model), "--scheme", "block")
     stored = cold_and_warm(view, lambda path: generate(path, "--kernel", "amx-block"))
     assert stored == generate(tmp_path / "reference")
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of the log probabilities of the prompts' tokens."""
+    pairs = zip(one["prompt_logprobs"], other["prompt_logprobs"], strict=True)
+    return max(abs(a - b) for steps in pairs for a, b in zip(*steps, strict=True))
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_vllm_reads_experts(
+    model: str,
+    mounted: Mount,
+    llm_source: Source,
+    generate: Generate,
+    generate_from_source: Generate,
+    tmp_path: Path,
+) -> None:
+    """A block view of a mixture of experts gives what a checkpoint written offline gives, and its dequantized weights.
+
+    The product of the engine's BF16 experts rounds elsewhere: near is ten times nearer than the BF16 source.
+    """
+    write_fp8_model(llm_source(model), tmp_path / "fp8", scheme="block")
+    write_dequantized_model(llm_source(model), tmp_path / "reference", scheme="block")
+    view = mounted(llm_source(model), "--scheme", "block")
+    stored = cold_and_warm(view, lambda path: generate(path, "--kernel", "amx-block"))
+    assert stored == generate(tmp_path / "fp8", "--kernel", "amx-block")
+    reference = generate(tmp_path / "reference")
+    assert 10 * distance(stored, reference) < distance(generate_from_source(model), reference)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Write a tiny BF16 transformers model with random weights and a byte-level tokenizer."""
+"""Write a tiny BF16 transformers model with random weights, a byte-level tokenizer and, if it sees, a processor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import reporting
 import torch
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+VISION_TOKENS = {  # key of the config -> token
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+PATCH, MERGE = 14, 2
 HIDDEN = 256
 BASE = {
     "vocab_size": 512,
@@ -51,6 +58,24 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": HIDDEN,
+                "intermediate_size": 2 * HIDDEN,
+                "num_heads": 4,
+                "patch_size": PATCH,
+                "spatial_merge_size": MERGE,
+                "window_size": 4 * PATCH * MERGE,
+                "out_hidden_size": HIDDEN,
+                "fullatt_block_indexes": [1],
+            },
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        },
+    ),
 }
 
 
@@ -65,18 +90,36 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    special = [*SPECIAL_TOKENS, *VISION_TOKENS.values()]
+    vocabulary = {token: number for number, token in enumerate([*alphabet, *special])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SPECIAL_TOKENS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = dict(
         zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True)
     )
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return {token: vocabulary[token] for token in SPECIAL_TOKENS}
+    return {token: vocabulary[token] for token in special}
+
+
+def write_processor(folder: Path) -> None:
+    """The settings of an image and video processor that makes one token of everything."""
+    pixels = (PATCH * MERGE) ** 2
+    settings = {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": pixels, "longest_edge": pixels},
+    }
+    for name, kind in (
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen2VLVideoProcessor"}),
+    ):
+        (folder / name).write_text(json.dumps(settings | kind))
 
 
 def main(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,6 +129,9 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     ids = write_tokenizer(options.directory)
     config_class, model_class, changes = MODELS[options.model]
     tokens = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"], "pad_token_id": ids["<pad>"]}
+    if "vision_config" in changes:
+        tokens |= {key: ids[token] for key, token in VISION_TOKENS.items()}
+        write_processor(options.directory)
     config = getattr(transformers, config_class)(**(BASE | changes | tokens))
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).to(torch.bfloat16)
