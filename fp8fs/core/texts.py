@@ -62,7 +62,7 @@ def fused_block_warning(
         tensor.group or tensor.name
         for tensors in shards
         for tensor in tensors
-        if tensor.quantize and any(rows % BLOCK[0] for rows in _part_rows(tensor, profile))
+        if tensor.quantize and _is_uneven(tensor, profile)
     }
     if not uneven:
         return ""
@@ -73,18 +73,29 @@ def fused_block_warning(
     )
 
 
-def _part_rows(tensor: ViewTensor, profile: Profile | None) -> Iterable[int]:
-    """Rows of each part of a fused layer that this tensor holds; none if it is not fused."""
+def _is_uneven(tensor: ViewTensor, profile: Profile | None) -> bool:
+    """Whether an engine looks for scales of a fused layer's part where this tensor has none, or another part's."""
+    if parts := _part_rows(tensor):
+        return any(rows % BLOCK[0] for rows in parts)
+    slots = 1 if profile is None else profile.scale_slots(tensor.name.removesuffix(_WEIGHT))
+    # Two halves in one tensor have the blocks of the whole; the engine counts those of each half, rounded up.
+    rows = tensor.shape[0]
+    return slots == _HALVES and _HALVES * _blocks(rows // _HALVES) != _blocks(rows)
+
+
+def _blocks(rows: int) -> int:
+    return -(-rows // BLOCK[0])
+
+
+def _part_rows(tensor: ViewTensor) -> Sequence[int]:
+    """Rows of each part of a fused layer that this tensor was put together from; none if it was not."""
     rows = tensor.shape[0]
     if tensor.row_runs:
         return (rows // QKV,)
     if len(tensor.pieces) > 1:
         row_bytes = tensor.nbytes // rows
         return [piece.nbytes // row_bytes for piece in tensor.pieces]
-    if tensor.group:
-        return (rows,)
-    slots = 1 if profile is None else profile.scale_slots(tensor.name.removesuffix(_WEIGHT))
-    return (rows // slots,) if slots == _HALVES else ()
+    return (rows,) if tensor.group else ()
 
 
 def index_path(component: Component) -> str:

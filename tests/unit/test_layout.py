@@ -419,9 +419,11 @@ def test_fused_parts_of_uneven_blocks_are_named(rows: int, warned: bool) -> None
     )
 
 
-@pytest.mark.parametrize(("half", "warned"), [(256, False), (144, True)])
+@pytest.mark.parametrize(
+    ("half", "warned"), [(256, False), (144, True), (192, True), (208, False), (240, False)]
+)
 def test_halves_of_uneven_blocks_are_named(half: int, warned: bool) -> None:
-    """Gate and up in one tensor of the checkpoint, as MiniMax-H3's fc1 is, are warned about alike."""
+    """Gate and up in one tensor, as MiniMax-H3's fc1 is: a warning if the halves have more blocks than the whole."""
     name = "blocks.0.mlp.fc1"
     texts = {"config.json": {"_class_name": "MiniMaxH3DiT"}}
     source = checkpoint({ONE: linears(name, shape=(2 * half, 64))}, texts)
