@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["ExtraLayers"]
 
@@ -12,9 +12,12 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "language_model
 """Keys under which multimodal models keep their language model's config."""
 
 _LAYER = re.compile(
-    r"(?:(?:model|language_model|text_model|llm|transformer|backbone)\.)*layers\.(\d+)\."
+    r"(?:(?:model|language_model|text_model|llm|transformer|backbone)\.)*layers\.\d+\."
 )
 """A layer of a model's main stack. Encoders, decoders and towers have counts of their own, under other keys."""
+
+_MAX_DIGITS = 9
+"""A longer number is no layer's, and may be one that takes long to read."""
 
 
 class ExtraLayers:
@@ -24,10 +27,11 @@ class ExtraLayers:
         # Configs of several parts may each state a count: only what is behind all of them is surely no layer of any.
         self._count = max(_counts(config or {}), default=0)
 
-    def holds(self, name: str) -> bool:
-        """Whether the tensor of that name belongs to such a layer."""
-        found = _LAYER.match(name) if self._count else None
-        return found is not None and int(found[1]) >= self._count
+    def holds(self, name: str, numbers: Sequence[str]) -> bool:
+        """Whether the tensor of that name, with these numbers in it, belongs to such a layer."""
+        if not self._count or not numbers or len(numbers[0]) > _MAX_DIGITS:
+            return False
+        return int(numbers[0]) >= self._count and _LAYER.match(name) is not None
 
 
 def _counts(config: Mapping[str, object]) -> Iterator[int]:

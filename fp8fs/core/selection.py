@@ -67,7 +67,7 @@ def select(
                 why = _unfit(entry)
                 if why and (ruling.quantize or entry.dtype not in QUANTIZABLE):
                     verdict = (False, why)
-                elif ruling.quantize and extra.holds(name):
+                elif ruling.quantize and extra.holds(name, judge.numbers):
                     verdict = (False, "MTP layer")
                 # Every 2-D weight counts as a member, excluded or not: one kept member keeps its partners.
                 sets.add(len(names), ruling, judge.numbers, entry.shape[1])

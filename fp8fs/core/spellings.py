@@ -8,9 +8,7 @@ read them, but compare an ignore list with the names of their own modules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-
-from fp8fs.core.rules import Numbers, split_numbers
+from collections.abc import Collection, Iterable, Mapping
 
 __all__ = ["other_spellings", "tower_patterns"]
 
@@ -37,25 +35,21 @@ def other_spellings(
     transformers also takes an ignored name for the end of a longer one, so such names are left out.
     """
     known = set(kept)
-    taken = _Taken(quantized)
     spell = _in_wrappers if _is_wrapper(config) else _without_head
     found = {name for module in known if not _NO_LINEAR.search(module) for name in spell(module)}
-    return sorted(name for name in found - known if name and not taken.ends_with(name))
+    found -= known
+    return sorted(found - _taken(found, quantized)) if found else []
 
 
-def tower_patterns(kept: Iterable[str], quantized: Iterable[str]) -> list[str]:
+def tower_patterns(kept: Iterable[str], quantized: Collection[str]) -> list[str]:
     """A pattern for each part of the model that is kept as a whole, whatever stands before its name.
 
     Such a part is the first word of a name that none of the text model has (``visual``, ``multi_modal_projector``).
     Readers that fuse its layers under names of their own find those too.
     """
-    used = {part for module in quantized for part in module.split(".")}
-    towers = {
-        tower
-        for module in kept
-        if (tower := _tower(module)) and tower not in used and tower not in _TEXT_PARTS
-    }
-    return [f"re:(.*\\.)?{re.escape(tower)}\\..*" for tower in sorted(towers)]
+    towers = {tower for module in kept if (tower := _tower(module)) and tower not in _TEXT_PARTS}
+    whole = [t for t in sorted(towers) if not any(f".{t}." in f".{name}" for name in quantized)]
+    return [f"re:(.*\\.)?{re.escape(tower)}\\..*" for tower in whole]
 
 
 def _is_wrapper(config: Mapping[str, object] | None) -> bool:
@@ -83,6 +77,20 @@ def _in_wrappers(module: str) -> Iterable[str]:
     return []
 
 
+def _taken(names: Collection[str], quantized: Iterable[str]) -> set[str]:
+    """Those of *names* with which the name of a quantized module ends."""
+    by_leaf: dict[str, list[str]] = {name.rpartition(".")[2]: [] for name in names}
+    for module in quantized:
+        like = by_leaf.get(module.rpartition(".")[2])
+        if like is not None:
+            like.append(module)
+    return {
+        name
+        for name in names
+        if any(module.endswith(name) for module in by_leaf[name.rpartition(".")[2]])
+    }
+
+
 def _tower(module: str) -> str:
     """The part of a model that a module is in, "" if it is in none or is one itself."""
     for wrapper in _WRAPPERS:
@@ -90,30 +98,3 @@ def _tower(module: str) -> str:
             head, dot, _ = module[len(wrapper) :].partition(".")
             return head if dot and not head.isdecimal() else ""
     return ""
-
-
-class _Taken:
-    """Names of quantized modules, asked for their ends. Names repeat, so they are kept as templates with numbers."""
-
-    def __init__(self, modules: Iterable[str]) -> None:
-        self._numbers: dict[str, set[Numbers]] = {}
-        for module in modules:
-            template, numbers = split_numbers(module)
-            self._numbers.setdefault(template, set()).add(numbers)
-        self._ends: dict[tuple[str, int], set[Numbers]] = {}
-
-    def ends_with(self, name: str) -> bool:
-        """Whether one of the names ends with *name*."""
-        template, numbers = split_numbers(name)
-        count = len(numbers)
-        return any(
-            numbers in self._tails(known, count)
-            for known in self._numbers
-            if known.endswith(template)
-        )
-
-    def _tails(self, template: str, count: int) -> set[Numbers]:
-        key = (template, count)
-        if key not in self._ends:
-            self._ends[key] = {n[len(n) - count :] for n in self._numbers[template]}
-        return self._ends[key]

@@ -285,6 +285,9 @@ OTHERS = {
             *("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"),
         ],
     ),
+    "a number that is no layer": Kind(
+        _config("TinyForCausalLM", **_TEXT), [f"model.layers.{'9' * 5000}.fc.weight"], [EMBED]
+    ),
     "linears by Conv1D's names": Kind(
         _config("Starcoder2ForCausalLM"),
         [*attention("model.layers.0.self_attn"), "model.layers.0.mlp.c_fc.weight"],
