@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 __all__ = ["main"]
@@ -22,10 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     line, and the process ends here.
     """
     if argv is None:
-        from fp8fs.signals import unwinding
+        code = EXIT_INTERRUPTED
+        with suppress(KeyboardInterrupt):  # before and after what _run catches
+            from fp8fs.signals import unwinding
 
-        with unwinding():
-            code = _run(sys.argv[1:])
+            with unwinding():
+                code = _run(sys.argv[1:])
         _leave(code)
     return _run(list(argv or ()))
 

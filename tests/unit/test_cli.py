@@ -156,6 +156,20 @@ def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["status"]) == 130
 
 
+def test_an_early_interrupt_is_130_too() -> None:
+    """Ctrl-C while our own modules are still being imported: no traceback either."""
+    script = (
+        "import sys\nfrom fp8fs.cli import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'fp8fs.signals':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_json_after_the_separator_is_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """``run``'s command keeps its own --json."""
     assert main(["run", "/nonexistent", "--", "true", "--json"]) == 2
