@@ -96,9 +96,16 @@ def test_vllm_reads_experts(
 
 
 @pytest.mark.parametrize(
-    "scheme", [pytest.param("per_channel", marks=pytest.mark.engine_ci), "block", "block_free"]
+    ("model", "scheme"),
+    [
+        pytest.param("llama", "per_channel", marks=pytest.mark.engine_ci),
+        ("llama", "block"),
+        ("llama", "block_free"),
+        *((model, "block") for model in EXPERTS),
+    ],
 )
 def test_transformers_reads_the_view(
+    model: str,
     scheme: str,
     mounted: Mount,
     llm_source: Source,
@@ -106,7 +113,7 @@ def test_transformers_reads_the_view(
     tmp_path: Path,
 ) -> None:
     """transformers reads weights and scales of a view: dequantized, each equals the offline reference."""
-    source = llm_source("llama")
+    source = llm_source(model)
     write_dequantized_model(source, tmp_path / "reference", scheme=scheme)
     view = mounted(source, "--scheme", scheme)
     arguments = (tmp_path / "reference", view.path)
