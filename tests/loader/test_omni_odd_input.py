@@ -71,6 +71,27 @@ def test_a_class_without_fp8_is_the_source(
     assert digests(found[0]) == digests(found[1])
 
 
+def test_uneven_halves_are_said_and_mapped_right(
+    omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+) -> None:
+    """MiniMax-H3 whose gate and up are no whole blocks: with block scales one line names the layer, and direct mmap is
+    right; per tensor there is no such line, and the ordinary loader is right too."""
+    source, _ = omni_source("h3-uneven")
+    block = mounted(source, "--scheme", "block")
+    (line,) = [w for w in warnings(block) if "no multiple of 128" in w]
+    assert ".mlp.fc1" in line
+    kernel = ("--kernel", "triton-block")
+    whole = mounted(source, "--scheme", "per_tensor")
+    assert not any("no multiple of 128" in w for w in warnings(whole))
+    for view, options, site in ((block, kernel, plugin), (whole, (), None)):
+        workdir = tmp_path / f"run{len(options)}"
+        (result,) = omni.load(
+            view.path, *options, model="h3-uneven", world=1, workdir=workdir, site=site
+        )
+        assert result["mapped"] == (view is block)
+        assert_right([result])
+
+
 @pytest.mark.parametrize("model", ["wan", "qwen"])
 @pytest.mark.parametrize("options", [(), ("--names", "runtime")])
 def test_a_source_in_runtime_names_is_mapped_as_it_is(

@@ -77,6 +77,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 CONFIGS["wan22"] = CONFIGS["wan"] | {"num_layers": 2}  # two experts
+CONFIGS["h3-uneven"] = CONFIGS["h3"] | {
+    "ffn_hidden_size": 320
+}  # gate and up are two and a half blocks each
 
 
 def components(model: str) -> tuple[str, ...]:
@@ -216,7 +219,7 @@ def build_transformer(
     model: str, config: dict[str, Any], diffusion: Any, quantization: Any
 ) -> torch.nn.Module:
     """The engine's own transformer class at the size that *config* gives."""
-    if model == "h3":
+    if model.startswith("h3"):
         from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
 
         return MiniMaxH3DiTModel(diffusion, quant_config=quantization, diffusers_weights=False)

@@ -48,7 +48,7 @@ class StoredCheckpoint:
 
         self._model = model
         self._grouped: tuple[int, int] | None = None
-        if model == "h3" and not runtime_rows:
+        if model.startswith("h3") and not runtime_rows:
             config = omni_cpu.CONFIGS[model]
             self._grouped = (config["num_attention_heads"], config["attention_head_dim"])
         self._handles: dict[str, Any] = {}

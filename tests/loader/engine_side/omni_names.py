@@ -27,6 +27,7 @@ RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 RENAMES["wan22"] = RENAMES["wan"]
+RENAMES["h3-uneven"] = RENAMES["h3"]
 
 
 def checkpoint_names(model: str, runtime_name: str) -> list[str]:
@@ -36,7 +37,7 @@ def checkpoint_names(model: str, runtime_name: str) -> list[str]:
         name = re.sub(pattern, replacement, name)
     path = name.split(".")
     leaf = path[-2] if len(path) > 1 else ""
-    if model == "h3" or leaf not in UNFUSED:
+    if model.startswith("h3") or leaf not in UNFUSED:
         return [name]
     return [".".join([*path[:-2], part, path[-1]]) for part in UNFUSED[leaf]]
 
