@@ -18,7 +18,6 @@ import torch
 
 ENGINE_MODULES = (
     "vllm.engine.arg_utils",
-    "vllm.model_executor.models.qwen3_moe",
     "vllm_omni.diffusion.data",
 )
 
@@ -28,6 +27,10 @@ def load_engine() -> None:
     omni_cpu.bring_up()
     for module in ENGINE_MODULES:
         importlib.import_module(module)
+    from vllm.model_executor.models import ModelRegistry, qwen3_moe
+
+    # By its class, or the engine would start one more process to import and inspect it.
+    ModelRegistry.register_model("Qwen3MoeForCausalLM", qwen3_moe.Qwen3MoeForCausalLM)
 
 
 def diffusion_config(directory: Path, layout: dict[str, Any]) -> Any:
