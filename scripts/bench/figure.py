@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from measure import median
+from measure import median, spread
 
 if TYPE_CHECKING:
     from world import World
@@ -45,6 +45,12 @@ class Line:
         """The value as it is printed."""
         digits = 0 if self.unit == "MB" else 3 if abs(self.value) < 10 else 1
         return f"{self.value:.{digits}f}{unit_suffix(self.unit)}"
+
+    @property
+    def spread(self) -> str:
+        """Of the series of samples that scatters most: the middle half over the median."""
+        widest = max(map(spread, self.samples.values()), default=0.0)
+        return f"{widest:.0%}" if widest else ""
 
     def as_dict(self) -> dict[str, object]:
         """For the JSON of raw numbers."""

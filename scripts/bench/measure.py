@@ -26,7 +26,9 @@ __all__ = [
     "resident_bytes",
     "run",
     "settle",
+    "spread",
     "warm",
+    "written",
 ]
 
 _READ_BYTES = 8 << 20
@@ -89,6 +91,14 @@ def median(samples: Sequence[float]) -> float:
     return statistics.median(samples) if samples else float("nan")
 
 
+def spread(samples: Sequence[float]) -> float:
+    """How far the middle half of the samples lies apart, over their median; 0 for fewer than three."""
+    if len(samples) < 3 or not median(samples):
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / median(samples)
+
+
 def interleaved(
     repetitions: int, variants: Mapping[str, Callable[[], float]]
 ) -> dict[str, list[float]]:
@@ -132,6 +142,17 @@ def warm(files: Iterable[Path]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def written(path: Path, nbytes: int) -> float:
+    """Seconds of writing a new file of *nbytes* from one warm buffer, its fsync included."""
+    buffer = memoryview(bytearray(_READ_BYTES))
+    started = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for at in range(0, nbytes, len(buffer)):
+            file.write(buffer[: nbytes - at])
+        os.fsync(file.fileno())
+    return time.perf_counter() - started
 
 
 def resident_bytes(files: Iterable[Path]) -> int:

@@ -15,8 +15,8 @@ __all__ = ["profile_fill", "roofline"]
 # Leaf functions of ours that each call one thing outside Python, and what that thing is.
 STAGES = (
     ("read source from the page cache", ("pread_into", "read_run")),
-    ("load the kernels", ("_kernel", "_compile")),
-    ("quantize", ("_run", "amax", "cast_tensor", "quantize_rows", "quantize_blocks")),
+    ("load the kernels", ("_kernel", "_load", "load", "read")),
+    ("quantize", ("_run",)),
     ("digest", ("tile_digest", "bytes_digest", "combine", "digest", "add", "_combine")),
     ("write into the page cache", ("pwrite_once", "pwrite", "ftruncate", "allocate")),
     ("sync to disk", ("fdatasync", "fsync", "fsync_dir", "start_writing")),

@@ -19,8 +19,10 @@ def print_table(lines: Sequence[Line]) -> None:
     for line in lines:
         goal = f" (goal {line.goal})" if line.goal else ""
         print(f"{line.verdict:6} {line.figure:4} {line.shown:>10}{goal}  {line.what}", flush=True)
-        if line.detail:
-            print(f"{'':12}{line.detail}", flush=True)
+        more = [line.detail] if line.detail else []
+        more += [f"spread {line.spread}"] if line.spread else []
+        if more:
+            print(f"{'':12}{'; '.join(more)}", flush=True)
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
@@ -59,9 +61,12 @@ def _machine(machine: Mapping[str, object]) -> str:
 
 
 def _table(lines: Sequence[Line]) -> str:
-    rows = ["| | figure | measured | goal | | detail |", "|---|---|---:|---|---|---|"]
+    rows = [
+        "| | figure | measured | spread | goal | | detail |",
+        "|---|---|---:|---:|---|---|---|",
+    ]
     rows += [
-        f"| {line.figure} | {line.what} | {line.shown} | {line.goal} | {line.verdict} | {line.detail} |"
+        f"| {line.figure} | {line.what} | {line.shown} | {line.spread} | {line.goal} | {line.verdict} | {line.detail} |"
         for line in lines
     ]
     return "\n".join(rows)

@@ -71,6 +71,8 @@ class World:
     def remove(self, *paths: Path) -> None:
         """These are gone, and the disk has nothing left to do for them."""
         for path in paths:
+            if path.is_file():
+                path.unlink()
             shutil.rmtree(path, ignore_errors=True)
         settle()
 
