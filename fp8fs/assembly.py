@@ -44,6 +44,7 @@ from fp8fs.errors import (
     StoreFullError,
     UsageError,
 )
+from fp8fs.plan_cache import keep_plan, kept_plan, plan_key
 from fp8fs.quant import quantizer_factory
 from fp8fs.source import Source, hints_key
 from fp8fs.space import shortage
@@ -106,7 +107,8 @@ class Survey:
 
     ``checkpoint`` is the source's, with the dates of adopted shards. ``recipe`` includes the keep list
     that earlier scans recorded. ``store`` is None where it cannot
-    be used at all, with the reason in ``why_no_store``.
+    be used at all, with the reason in ``why_no_store``. ``unkept``: the key under which the plan is to be kept
+    once its tree is finished, "" if it is kept or need not be.
     """
 
     source: Source
@@ -115,6 +117,7 @@ class Survey:
     plan: Plan
     store: Store | None
     why_no_store: str
+    unkept: str = ""
 
     @property
     def manifest(self) -> Manifest:
@@ -247,11 +250,17 @@ def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool =
         if adopted is not None and adopted.dates:
             checkpoint = _with_adopted_dates(checkpoint, adopted.dates)
         full = msgspec.structs.replace(recipe, recorded_keep=_recorded_keep(store, checkpoint))
-        planned = plan(checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=_owner())
+        owner = _owner()
+        key = plan_key(checkpoint, source.fingerprints, full, owner) if store is not None else ""
+        planned = kept_plan(store, key) if store is not None and key else None
+        if planned is not None:
+            key = ""
+        else:
+            planned = plan(checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=owner)
     except BaseException:
         source.close()
         raise
-    return Survey(source, checkpoint, full, planned, store, why_no_store)
+    return Survey(source, checkpoint, full, planned, store, why_no_store, key)
 
 
 def _require_fp8(planned: Plan) -> None:
@@ -320,6 +329,8 @@ def assemble(
         sealed = [engine.sealed(shard) is not None for shard in range(len(found.plan.shards))]
         if not all(sealed):
             _warm(engine, found.plan)
+        elif found.unkept and store is not None and store.writable:
+            keep_plan(store, found.unkept, found.plan)
         tree = keeper.tree if keeper is not None else _finished_tree(found)
         return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:

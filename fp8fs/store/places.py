@@ -16,7 +16,18 @@ from fp8fs.store.types import SCHEMA
 
 __all__ = ["Opened", "Places", "open_root"]
 
-_FOLDERS = ("objects", "partial", "amax", "trees", "scans", "hints", "adopted", "damaged", "tmp")
+_FOLDERS = (
+    "objects",
+    "partial",
+    "amax",
+    "trees",
+    "scans",
+    "hints",
+    "adopted",
+    "plans",
+    "damaged",
+    "tmp",
+)
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
 
 

@@ -12,6 +12,7 @@
             scans/<key>.json                 keep lists found by plan --scan and build
             hints/<key>.json                 local stat facts (dev, ino, ctime) seen at the last mount
             adopted/<identity>.json          identities that verify --adopt proved equal to older ones
+            plans/<key>.json                 which finished tree keeps the plan of a large checkpoint
             damaged/, tmp/                   what was set aside; what is being written
             lock                             held shared while a tree records its references, exclusive by collect
 
@@ -212,6 +213,14 @@ class Store:
     def write_adopted(self, identity: str, value: Any) -> None:
         """Record what an identity was proved equal to; durable."""
         self._write_fact("adopted", identity, value)
+
+    def read_plan(self, key: str) -> Any | None:
+        """Where a plan was kept; None if nothing readable."""
+        return self._facts.read("plans", key)
+
+    def write_plan(self, key: str, value: Any) -> None:
+        """Record where a plan is kept; durable."""
+        self._write_fact("plans", key, value)
 
     def _write_fact(self, kind: str, key: str, value: Any) -> None:
         self._check_writable()

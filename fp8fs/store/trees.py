@@ -219,6 +219,11 @@ class Tree:
             if read_small(self._io, self.path / PRIVATE / name) != content:
                 self._write_private(name, content)
 
+    def read_private(self, name: str) -> bytes | None:
+        """The tree's .fp8fs/<name>; None if it is not there."""
+        with storing(f"cannot read tree {self._plan_id}"):
+            return read_small(self._io, self.path / PRIVATE / name)
+
     # -- completion -----------------------------------------------------------------------
 
     def complete(self) -> None:
