@@ -16,7 +16,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -34,12 +34,17 @@ def engine_python(engine: str) -> Path:
         text=True,
         check=False,
     )
-    if found.returncode == 0:
-        return Path(found.stdout.strip())
+    if found.returncode:
+        skip_or_fail(found.stderr.strip(), engine)
+    return Path(found.stdout.strip())
+
+
+def skip_or_fail(reason: str, name: str) -> NoReturn:
+    """End a test that lacks something: a skip, unless ``FP8FS_REQUIRE`` names it or ``engines``."""
     required = os.environ.get("FP8FS_REQUIRE", "").split(",")
-    if "engines" in required or engine in required:
-        pytest.fail(found.stderr.strip())
-    pytest.skip(found.stderr.strip())
+    if "engines" in required or name in required:
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def run_script(

@@ -8,8 +8,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
+
+import tracing
 
 
 def run_and_report(
@@ -24,8 +27,10 @@ def run_and_report(
     code = 1
     try:
         parser.add_argument("--result", type=Path, required=True)
+        parser.add_argument("--strace", type=Path, help="record the system calls there")
         options = parser.parse_args(arguments)
-        result = main(options)
+        with tracing.recorded(options.strace) if options.strace else nullcontext():
+            result = main(options)
         options.result.write_text(json.dumps(result))
         code = 0
     except BaseException:  # noqa: BLE001  (said in the log, whatever it is)
