@@ -74,8 +74,8 @@ def test_a_class_without_fp8_is_the_source(
 def test_uneven_halves_are_said_and_mapped_right(
     omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
 ) -> None:
-    """MiniMax-H3 whose gate and up are no whole blocks: with block scales one line names the layer, and direct mmap is
-    right; per tensor there is no such line, and the ordinary loader is right too."""
+    """MiniMax-H3 whose gate and up are no whole blocks: with block scales one line names the layer, the ordinary loader
+    fails and direct mmap is right; per tensor there is no such line, and the ordinary loader is right."""
     source, _ = omni_source("h3-uneven")
     block = mounted(source, "--scheme", "block")
     (line,) = [w for w in warnings(block) if "no multiple of 128" in w]
@@ -83,13 +83,27 @@ def test_uneven_halves_are_said_and_mapped_right(
     kernel = ("--kernel", "triton-block")
     whole = mounted(source, "--scheme", "per_tensor")
     assert not any("no multiple of 128" in w for w in warnings(whole))
-    for view, options, site in ((block, kernel, plugin), (whole, (), None)):
-        workdir = tmp_path / f"run{len(options)}"
+    for view, options in ((block, kernel), (whole, ("--ordinary",))):
         (result,) = omni.load(
-            view.path, *options, model="h3-uneven", world=1, workdir=workdir, site=site
+            view.path,
+            *options,
+            model="h3-uneven",
+            world=1,
+            workdir=tmp_path / options[0],
+            site=plugin,
         )
         assert result["mapped"] == (view is block)
         assert_right([result])
+    with pytest.raises(AssertionError, match="exceeds dimension size"):
+        omni.load(
+            block.path,
+            *kernel,
+            "--ordinary",
+            model="h3-uneven",
+            world=1,
+            workdir=tmp_path / "ordinary",
+            site=plugin,
+        )
 
 
 @pytest.mark.parametrize("model", ["wan", "qwen"])

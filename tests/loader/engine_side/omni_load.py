@@ -207,6 +207,8 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
     build_plan = diffusers_loader.build_checkpoint_mmap_plan
 
     def build_and_remember(*args: Any, **kwargs: Any) -> Any:
+        if options.ordinary:
+            kwargs["use_hsdp"] = True  # one of the engine's own reasons to map nothing
         plans.append(build_plan(*args, **kwargs))
         return plans[-1]
 
@@ -294,6 +296,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank-local", action="store_true", help="no AllGather: each rank reads all of it"
     )
+    parser.add_argument("--ordinary", action="store_true", help="map nothing")
     parser.add_argument(
         "--runtime-rows", action="store_true", help="rows are stored in the runtime's order"
     )
