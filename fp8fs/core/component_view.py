@@ -15,7 +15,7 @@ from fp8fs.core.recipe import BLOCK_SCHEMES, Decision, Recipe, scheme_of, shown
 from fp8fs.core.row_order import ungrouped
 from fp8fs.core.rules import GenericRule, ProfileRule, Rule
 from fp8fs.core.selection import select
-from fp8fs.core.spellings import other_spellings, tower_patterns
+from fp8fs.core.spellings import ONE_EXPERT, other_spellings, tower_patterns
 from fp8fs.core.texts import (
     fused_block_warning,
     kept_groups,
@@ -76,10 +76,8 @@ class ComponentView:
         kept = dict.fromkeys((*kept_modules(sources), *self._component.beside))
         if view is not sources:
             kept.update(dict.fromkeys(kept_modules(view)))
-        if (
-            self._component.kind == "diffusers"
-        ):  # vLLM-Omni asks for fused modules by their own name
-            kept.update(dict.fromkeys(kept_groups(sources)))
+        # Engines ask for fused modules by their own names; an expert's are only ever asked for with all of its layer.
+        kept.update((name, None) for name in kept_groups(sources) if not ONE_EXPERT.search(name))
         names = list(kept) if self._profile is None else self._profile.ignored(kept)
         if self._component.kind != "transformers":
             return names

@@ -32,6 +32,7 @@ FUSIONS: tuple[Fusion, ...] = (
     Fusion("wqkv", ("wq", "wk", "wv")),
     Fusion("qkv", ("q", "k", "v")),
     Fusion("wi", ("wi_0", "wi_1")),
+    Fusion("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
 )
 """Leaf module names, seen in the checkpoints that vLLM, vLLM-Omni and diffusers fuse at load.
 

@@ -56,6 +56,7 @@ EXCLUDED_WORDS: tuple[tuple[str, str], ...] = (
     (r"(^|[._])(mtp|nextn)[^.]*(\.|$)", "MTP layer"),
     (r"(^|\.)(lm_head|score|cls|pooler|[^.]*classifier|qa_outputs)(\.|$)", "output head"),
     (r"(^|\.)lora", "LoRA weight"),
+    (r"(^|\.)in_proj_(ba|a|b)$", "gates of linear attention"),
     (r"(^|\.)indexer\.weights_proj$", "kept by engines"),
 )
 """(pattern, reason): a weight whose module name matches keeps its dtype under the generic rule.

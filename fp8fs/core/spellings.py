@@ -10,14 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["other_spellings", "tower_patterns"]
+__all__ = ["ONE_EXPERT", "other_spellings", "tower_patterns"]
 
 _TEXT_ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 """What stands before ``layers.0`` in wrappers, text-only models and models without a head, new and old."""
 
 _WRAPPERS = ("thinker.", "model.", "")
-_NO_LINEAR = re.compile(r"(^|\.)experts\.\d|embed[^.]*$|(norm|conv)[^.]*$")
-"""A single expert, which has no module of its own in readers that rename; and what no reader takes for a linear."""
+ONE_EXPERT = re.compile(r"(^|\.)experts\.\d")
+"""In the name of a module of a single expert."""
+
+_NO_LINEAR = re.compile(r"embed[^.]*$|(norm|conv)[^.]*$")
+"""What no reader takes for a linear."""
 
 _HEAD = "lm_head"
 _HEAD_ROOTS = ("", "language_model.", "model.language_model.")
@@ -36,7 +39,9 @@ def other_spellings(
     """
     known = set(kept)
     spell = _in_wrappers if _is_wrapper(config) else _without_head
-    found = {name for module in known if not _NO_LINEAR.search(module) for name in spell(module)}
+    # A single expert has no module of its own in readers that rename.
+    linears = [m for m in known if not (ONE_EXPERT.search(m) or _NO_LINEAR.search(m))]
+    found = {name for module in linears for name in spell(module)}
     found -= known
     return sorted(found - _taken(found, quantized)) if found else []
 

@@ -150,7 +150,7 @@ TOWERS = {
             "apm.layers.0.fc1.weight",
             "resampler.kv_proj.weight",
             "resampler.layers.0.fc.weight",
-            "tts.model.layers.0.mlp.up_proj.weight",
+            *mlp("tts.model.layers.0.mlp"),
         ],
     ),
     "DeepSeek-OCR": Kind(
