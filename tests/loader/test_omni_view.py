@@ -182,17 +182,23 @@ def test_block_is_mapped(
     view.assert_made_once()
 
 
-@pytest.mark.parametrize("model", ["wan", "qwen"])
+@pytest.mark.parametrize(("model", "options"), [("h3", ("--ordinary",)), ("wan", ()), ("qwen", ())])
 def test_block_loads_without_the_plugin(
-    model: str, omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
+    model: str,
+    options: tuple[str, ...],
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    tmp_path: Path,
 ) -> None:
     """The ordinary loader reads a view with block scales under the checkpoint's names."""
     view = mounted(omni_source(model)[0], "--scheme", "block")
-    results = omni.load(
-        view.path, "--kernel", "triton-block", model=model, world=1, workdir=tmp_path / "run"
+    kernel = ("--kernel", "triton-block")
+    (result,) = omni.load(
+        view.path, *kernel, *options, model=model, world=1, workdir=tmp_path / "run"
     )
-    assert not results[0]["mapped"]
-    assert_right(results)
+    assert not result["mapped"]
+    assert_right([result])
 
 
 def test_h3_block_without_the_plugin_shows_the_engines_own_fault(
