@@ -21,7 +21,15 @@ from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.text import quoted
 from fp8fs.errors import SourceInvalidError, UsageError
 
-__all__ = ["OPTION", "Leaves", "expert_leaves", "experts_note", "is_stacked", "split_experts"]
+__all__ = [
+    "OPTION",
+    "Leaves",
+    "expert_leaves",
+    "experts_note",
+    "experts_warning",
+    "is_stacked",
+    "split_experts",
+]
 
 OPTION = "--split-experts"
 
@@ -78,6 +86,21 @@ def experts_note(component: Component, headers: Mapping[str, Header]) -> str:
         else f"no reader of {component.class_name or 'this model'} is known to take them one by one"
     )
     return f"{len(stacked)} {what} experts in 3-D{more}, kept in the source's dtype: {advice}"
+
+
+def experts_warning(component: Component, headers: Mapping[str, Header], scheme: str) -> str:
+    """What a reader makes of stacked experts that are kept, if it is not good; else "".
+
+    Source: transformers 5 builds Llama4's experts one by one for compressed-tensors, whatever the ignore list says.
+    """
+    if scheme != "per_channel" or not component.class_name.startswith("Llama4"):
+        return ""
+    if next(_stacked_of(component, headers), None) is None:
+        return ""
+    return (
+        "transformers does not find the stacked experts of Llama4 beside compressed-tensors and makes up"
+        " others; it reads them with --scheme block"
+    )
 
 
 def split_experts(

@@ -20,7 +20,7 @@ from fp8fs.core.attributes import ROOT, Owner, strictest
 from fp8fs.core.checkpoint import Checkpoint, Component, SourceEntry
 from fp8fs.core.component_view import ComponentView, FindProfile
 from fp8fs.core.dtypes import FP8, nbytes
-from fp8fs.core.experts import OPTION, experts_note, is_stacked, split_experts
+from fp8fs.core.experts import OPTION, experts_note, experts_warning, is_stacked, split_experts
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
 from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
 from fp8fs.core.plan import (
@@ -231,6 +231,7 @@ class _Planner:
         self._write_texts(component, tensors, view.scheme, view.ignored(sources, tensors))
         for warning in view.warnings(decisions, tensors):
             self._warn(component, warning)
+        self._warn(component, experts_warning(component, self.headers, view.scheme))
         if note := experts_note(component, self.headers):
             self.notes.append(f"{shown(component)}: {note}")
 

@@ -102,6 +102,17 @@ def test_plan_says_it_in_one_line(fp8fs: Fp8fs, tmp_path: Path) -> None:
     assert not look(tmp_path / "src", split_experts=True).noted("3-D")
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("architecture", ["Llama4ForConditionalGeneration", "Qwen3MoeForCausalLM"])
+def test_a_reader_that_finds_no_stacked_experts_is_named(
+    tmp_path: Path, architecture: str, scheme: str
+) -> None:
+    """Llama4 with compressed-tensors: a warning says which scheme transformers reads, and there is none for others."""
+    write(tmp_path / "src", TURNED, architecture)
+    warned = look(tmp_path / "src", scheme=scheme).warned("Llama4", "--scheme block")
+    assert warned is (architecture.startswith("Llama4") and scheme == "per_channel")
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_split_they_are_the_readers_own_names(tmp_path: Path, scheme: str, shards: int) -> None:
