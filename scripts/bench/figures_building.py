@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 from figure import Line, at_least, at_most, ratio, told
-from measure import Run, files_below, interleaved, median, run, settle, warm, written
+from measure import Run, drop_caches, files_below, interleaved, median, run, settle, warm, written
 from workloads import small_tensors
 from world import World
 
@@ -21,8 +22,8 @@ def against_copy(world: World) -> list[Line]:
     """Wall time of the whole ``fp8fs build`` process (start, plan, fill, every sync, published tree) over that of
     ``cp -r SRC COPY`` followed by ``sync -f COPY``, on the same disk, in turn. Before each sample: results of the
     last one removed, the source read into the page cache, sync. Kernels are compiled already (F9 tells what the
-    first run ever costs). What the build writes is smaller than the copy; that is part of what it is. The bound, in
-    the same turns: one process that writes as many bytes as the view has from one warm buffer, and syncs them.
+    first run ever costs). What the build writes is smaller than the copy; that is part of what it is. Beside
+    them, in the same turns: one thread that writes as many bytes as the view has from one warm buffer, and syncs them.
     """
     copy, plain = world.scratch / "copy", world.scratch / "plain"
     view_bytes = 0
@@ -52,10 +53,10 @@ def against_copy(world: World) -> list[Line]:
         world.repetitions, {"build": take_build, "copy": take_copy, "write": take_write}
     )
     world.remove(copy, plain)
-    gigabytes = sum(path.stat().st_size for path in files_below(world.main)) / _GB
+    gigabytes = _total_bytes(world.main) / _GB
     detail = (
         f"{median(samples['build']):.2f} s against {median(samples['copy']):.2f} s; "
-        f"{gigabytes / median(samples['build']):.2f} GB/s of source; the bound, writing and syncing as many bytes: "
+        f"{gigabytes / median(samples['build']):.2f} GB/s of source; one thread that writes and syncs as many bytes: "
         f"{median(samples['write']):.2f} s, {ratio(samples, 'write', 'copy'):.2f} of the copy"
     )
     value = ratio(samples, "build", "copy")
@@ -184,7 +185,8 @@ def growth(world: World) -> list[Line]:
     """Cold builds of 1, 4 and 16 GB (Llama-shaped), and of one-shard checkpoints with 1e3, 1e4 and 1e5 weights of
     64 x 64, source in the page cache. The price of a further GB (or tensor) between the first two sizes is compared
     with that between the last two: the fixed cost of a process cancels, and anything that grows faster than the
-    checkpoint shows. Peak memory of the 1, 4 and 16 GB builds is F10's.
+    checkpoint shows. Where the largest checkpoint and its result do not fit into memory together, all three are read
+    from the disk (page cache dropped before each). Peak memory of the 1, 4 and 16 GB builds is F10's.
     """
     sizes = (1, 2, 4) if world.quick else (1, 4, 16)
     counts = (1_000, 4_000, 16_000) if world.quick else (1_000, 10_000, 100_000)
@@ -196,10 +198,14 @@ def growth(world: World) -> list[Line]:
         ("tensor", "1/tensor", tensors, 1e6),
     ):
         runs: dict[int, list[Run]] = {size: [] for size in sources}
+        fits = max(map(_total_bytes, sources.values())) * 1.6 < 0.8 * _memory_bytes()
         for _ in range(world.repetitions):
             for size, source in sources.items():
                 world.remove(world.store)
-                warm(files_below(source))
+                if fits or not world.root:
+                    warm(files_below(source))
+                else:
+                    drop_caches()
                 settle()
                 runs[size].append(world.build(source))
         seconds = {size: median([r.wall_s for r in many]) for size, many in runs.items()}
@@ -214,10 +220,18 @@ def growth(world: World) -> list[Line]:
                 late / early,
                 "ratio",
                 1.15,
-                f"{early * scale:.3g} and {late * scale:.3g} {each}; whole builds "
+                f"{early * scale:.3g} and {late * scale:.3g} {each}, source {'cached' if fits else 'on disk'}; whole builds "
                 + ", ".join(f"{size}: {s:.2f} s" for size, s in seconds.items()),
                 {f"{size} {unit[2:]}": [r.wall_s for r in many] for size, many in runs.items()},
             )
         )
     world.remove(*tensors.values(), world.store)
     return lines
+
+
+def _total_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_below(folder))
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
