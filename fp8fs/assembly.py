@@ -374,12 +374,15 @@ def record_non_finite(found: Survey, bad: Iterable[NonFinite]) -> int:
             f"findings cannot be recorded: {found.why_no_store or (store.why_not if store else '')}",
             hint="--store ROOT, or give --keep",
         )
+    places = {(finding.component, finding.tensor): finding.index for finding in bad}
     by_shard: dict[str, dict[str, int]] = {}
-    for finding in bad:
-        for component in found.checkpoint.components:
-            if component.path == finding.component:
-                path = component.weight_map[finding.tensor]
-                by_shard.setdefault(path, {})[finding.tensor] = finding.index
+    for shard in found.plan.shards:
+        for unit in shard.units:
+            for piece in unit.pieces:
+                index = places.get((shard.component, piece.tensor))
+                if index is not None:
+                    path = found.plan.source_shards[piece.shard]
+                    by_shard.setdefault(path, {})[piece.tensor] = index
     new = 0
     for path, tensors in by_shard.items():
         identity = found.checkpoint.shards[path].identity

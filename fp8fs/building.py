@@ -149,7 +149,7 @@ def _keep_non_finite(
         if seen.code == NonFiniteTensorError.code:
             failures.append(NonFiniteTensorError(seen.what, hint=seen.hint, **seen.facts))
     for failure in failures:
-        finding = _finding(assembled.survey, failure)
+        finding = _finding(failure)
         if finding is not None:
             bad[(finding.component, finding.tensor)] = finding
     if note is not None:
@@ -158,14 +158,13 @@ def _keep_non_finite(
     return record_non_finite(assembled.survey, list(bad.values())) > 0
 
 
-def _finding(found: Survey, failure: Fp8fsError) -> NonFinite | None:
-    tensor, index = failure.facts.get("tensor"), failure.facts.get("index")
-    component = failure.facts.get("component")
-    if not isinstance(tensor, str) or not isinstance(index, int):
-        return None
-    for candidate in found.checkpoint.components:
-        if component in (None, candidate.path) and tensor in candidate.weight_map:
-            return NonFinite(candidate.path, tensor, index)
+def _finding(failure: Fp8fsError) -> NonFinite | None:
+    """The weight that the failure is about, None if it says nothing of one."""
+    component, name = failure.facts.get("component"), failure.facts.get("tensor")
+    index = failure.facts.get("index")
+    if isinstance(component, str) and isinstance(name, str) and isinstance(index, int):
+        prefix = f"{component}/" if component else ""
+        return NonFinite(component, name.removeprefix(prefix), index)
     return None
 
 

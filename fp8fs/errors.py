@@ -146,7 +146,8 @@ class QuantError(Fp8fsError):
 class NonFiniteTensorError(QuantError):
     """A weight that should be quantized holds NaN or Inf.
 
-    facts: ``tensor`` (name, added by the engine), ``index`` (flat index of the first bad element).
+    facts: ``component``, ``tensor`` (name with the component before it; both added by the engine), ``index`` (flat index of
+    the first bad element).
     """
 
     code, exit = "quant.nonfinite", 30

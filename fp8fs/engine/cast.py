@@ -35,7 +35,7 @@ def nonfinite_error(
     return NonFiniteTensorError(
         f'tensor "{name}": element {index} is NaN or Inf, which FP8 cannot hold',
         hint=f"add --keep '{name}', or run plan --scan",
-        **{**cause.facts, "tensor": name, "index": index},
+        **{**cause.facts, "component": component, "tensor": name, "index": index},
     )
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from fp8fs.core.scale_range import HIGHEST, LOWEST, OddScale, scales_sentence
 from tests.acceptance.harness import Fp8fs, objects
-from tests.builders import Tensor, safetensors_bytes, tensor, write_files
+from tests.builders import Tensor, safetensors_bytes, tensor, wan_like, write_files
 from tests.checkpoints.looks import LLM, layer
 
 FILE = "model.safetensors"
@@ -193,6 +193,53 @@ def test_a_scan_needs_little_memory(tmp_path: Path) -> None:
     )
     assert f'"index": {rows * cols - 1}' in ran.stdout
     assert int(ran.stderr.split()[-1]) < 300e6
+
+
+def poisoned(weight: Tensor, element: int) -> Tensor:
+    """A BF16 tensor with +Inf at that place."""
+    dtype, shape, data = weight
+    return dtype, shape, data[: 2 * element] + b"\x80\x7f" + data[2 * element + 2 :]
+
+
+@pytest.mark.parametrize("how", ["plan", "build"])
+@pytest.mark.parametrize("names", ["checkpoint", "runtime"])
+def test_a_bad_weight_of_a_component(fp8fs: Fp8fs, place: Path, how: str, names: str) -> None:
+    """A weight of a pipeline's transformer that holds Inf is found, and kept from then on, with what is fused with it."""
+    src, stem = place / "src", "diffusion_pytorch_model.safetensors"
+    weights = wan_like(src, layers=1, shards=1)["transformer"]
+    bad = {name: f"blocks.0.{name}.weight" for name in ("attn1.to_k", "ffn.net.2")}
+    broken = {name: poisoned(weights[name], 7) for name in bad.values()}
+    write_files(src / "transformer", {stem: weights | broken})
+    options = ("--names", names)
+    if how == "plan":
+        found = fp8fs.json("plan", src, "--scan", *options)["non_finite"]
+        assert {(f["component"], f["tensor"], f["index"]) for f in found} == {
+            ("transformer", name, 7) for name in bad.values()
+        }
+    else:
+        told = fp8fs.run("build", src, *options).stderr
+        assert all(f"{name}: NaN or Inf at index 7; kept as it is" in told for name in bad.values())
+    rows = fp8fs.json("plan", src, *options)["tensors"]
+    kept = {row["name"] for row in rows if "NaN or Inf" in row["reason"]}
+    assert kept == {*bad.values(), *(f"blocks.0.attn1.to_{part}.weight" for part in "qv")}
+
+
+@pytest.mark.parametrize("how", ["plan", "build"])
+def test_a_bad_expert_of_stacked_ones(fp8fs: Fp8fs, place: Path, how: str) -> None:
+    """With --split-experts an expert that holds Inf is found in its slice, and the layer's experts are kept with it."""
+    src, experts = place / "src", "model.layers.0.mlp.experts"
+    stacked = {
+        f"{experts}.down_proj": poisoned(tensor(1, "BF16", 3, 64, 48), 64 * 48 + 5),
+        f"{experts}.gate_up_proj": tensor(2, "BF16", 3, 96, 64),
+        "model.layers.0.self_attn.o_proj.weight": tensor(3, "BF16", 64, 64),
+    }
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    write_files(src, {FILE: stacked}, config)
+    fp8fs.run(how, src, "--split-experts", *(("--scan",) if how == "plan" else ()))
+    rows = fp8fs.json("plan", src, "--split-experts")["tensors"]
+    reasons = {row["name"]: row["reason"] for row in rows if row["dtype_out"] == "BF16"}
+    assert reasons[f"{experts}.1.down_proj.weight"] == "holds NaN or Inf"
+    assert len(reasons) == 9
 
 
 @pytest.mark.fuse
