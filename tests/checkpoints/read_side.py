@@ -136,6 +136,12 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
         "Gemma3ForConditionalGeneration",
         lambda: transformers.Gemma3Config(text_config=TEXT, vision_config=VISION),
     ),
+    "t5": (
+        "T5EncoderModel",
+        lambda: transformers.T5Config(
+            d_model=64, d_ff=96, d_kv=16, num_layers=2, num_heads=4, vocab_size=96
+        ),
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         lambda: transformers.LlavaConfig(

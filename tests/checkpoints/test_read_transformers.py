@@ -56,6 +56,7 @@ READINGS = {
     "visual, no head": Reading("qwen2.5 vl", "Qwen2_5_VLModel"),
     "wrapper": Reading("qwen3.5", "Qwen3_5ForConditionalGeneration"),
     "text-only model of a wrapper": Reading("qwen3.5", "AutoModelForCausalLM"),
+    "a pipeline's text encoder": Reading("t5", "T5EncoderModel"),
     "vision_tower": Reading("gemma3", "Gemma3ForConditionalGeneration"),
     "vision_tower and projector": Reading("llava", "LlavaForConditionalGeneration"),
 }
