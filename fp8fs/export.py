@@ -24,7 +24,7 @@ def check_target(target: Path, src: Path) -> None:
             raise UsageError(f"{target} is not a directory", hint="choose a new directory")
         if _holds_something(target):
             raise UsageError(f"{target} is not empty", hint="choose a new or an empty directory")
-        if target.is_mount():
+        if os.path.ismount(target.absolute()):
             raise _mount_point(target)
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     line, and the process ends here.
     """
     if argv is None:
+        _open_streams()
         code = EXIT_INTERRUPTED
         with suppress(KeyboardInterrupt):  # before and after what _run catches
             from fp8fs.signals import unwinding
@@ -31,6 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = _run(sys.argv[1:])
         _leave(code)
     return _run(list(argv or ()))
+
+
+def _open_streams() -> None:
+    """Descriptors 0 to 2 are open: what we open later must not become the stdout of somebody that we start."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
 def _leave(code: int) -> NoReturn:
@@ -44,24 +58,11 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    from fp8fs.cli import status
     from fp8fs.errors import Fp8fsError
     from fp8fs.signals import Ended
 
     try:
-        if (request := status.quick_request(arguments)) is not None:
-            status.show(request)
-            return 0
-        from fp8fs.cli.output import start_logging
-
-        start_logging(arguments)
-        from fp8fs.cli.plain import plain_call
-
-        if (call := plain_call(arguments)) is not None:
-            return call()
-        from fp8fs.cli.app import run_app
-
-        return run_app(arguments)
+        return _command(arguments)
     except Fp8fsError as err:
         from fp8fs.cli.output import own_words, report_error
 
@@ -79,3 +80,36 @@ def _run(arguments: list[str]) -> int:
 
         traceback.print_exc()
         return EXIT_BUG
+
+
+def _command(arguments: list[str]) -> int:
+    from fp8fs.cli import status
+
+    try:
+        if (request := status.quick_request(arguments)) is not None:
+            status.show(request)
+            return 0
+        from fp8fs.cli.output import start_logging
+
+        start_logging(arguments)
+        from fp8fs.cli.plain import plain_call
+
+        if (call := plain_call(arguments)) is not None:
+            return call()
+        from fp8fs.cli.app import run_app
+
+        return run_app(arguments)
+    except FileNotFoundError as err:
+        from fp8fs.errors import UsageError
+
+        if _stands_somewhere():
+            raise
+        raise UsageError("the current directory is gone", hint="cd to another one") from err
+
+
+def _stands_somewhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

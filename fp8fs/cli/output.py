@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fp8fs.errors import Fp8fsError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from fp8fs.errors import Fp8fsError, UsageError
 
 __all__ = [
     "Output",
@@ -38,7 +35,8 @@ class Output:
 
     def line(self, text: str) -> None:
         """One line of the result on stdout."""
-        print(printable(text), flush=True)
+        with _printing():
+            print(printable(text), flush=True)
 
     def note(self, text: str) -> None:
         """Something good to know, on stderr; silent with --quiet."""
@@ -58,21 +56,13 @@ class Output:
             f"{{:{'>' if heading in right else '<'}{width}}}"
             for heading, width in zip(headings, widths, strict=True)
         )
-        sys.stdout.writelines(columns.format(*row).rstrip() + "\n" for row in rows)
-        sys.stdout.flush()
+        with _printing():
+            sys.stdout.writelines(columns.format(*row).rstrip() + "\n" for row in rows)
+            sys.stdout.flush()
 
     def path(self, path: Path) -> None:
         """A path as the result, byte for byte as the filesystem spells it."""
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
-        sys.stdout.buffer.flush()
-
-    def console(self, *, wide: bool = False) -> Console:
-        """A rich console on stdout; *wide* keeps one line per row where stdout is not a terminal."""
-        from rich.console import Console
-
-        width = 200 if wide and not sys.stdout.isatty() else None
-        return Console(width=width, highlight=False, soft_wrap=False)
+        _write(os.fsencode(path))
 
 
 def own_words(arguments: Sequence[str]) -> Sequence[str]:
@@ -93,14 +83,14 @@ def start_logging(arguments: Sequence[str]) -> None:
 def report_error(err: Fp8fsError, *, as_json: bool) -> None:
     """One line on stderr; with *as_json* also ``{"error": ...}`` on stdout."""
     if as_json:
-        _write_json({"error": err.as_dict()})
+        with suppress(UsageError):  # stdout may be what the error is about
+            _write_json({"error": err.as_dict()})
     print(f"error: {printable(str(err))}", file=sys.stderr, flush=True)
 
 
 def _write_json(value: object) -> None:
     import msgspec
 
-    sys.stdout.flush()
     try:
         data = msgspec.json.format(msgspec.json.encode(value), indent=2)
     except (
@@ -109,8 +99,27 @@ def _write_json(value: object) -> None:
         import json
 
         data = json.dumps(msgspec.to_builtins(value), indent=2).encode("ascii")
-    sys.stdout.buffer.write(data + b"\n")
-    sys.stdout.buffer.flush()
+    _write(data)
+
+
+def _write(line: bytes) -> None:
+    with _printing():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Raises: UsageError if stdout takes nothing; BrokenPipeError if nobody reads it any more."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as err:
+        raise UsageError(
+            f"stdout cannot be written: {err.strerror}", hint="look where it goes to"
+        ) from err
 
 
 def printable(text: str) -> str:

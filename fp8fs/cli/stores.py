@@ -28,9 +28,6 @@ def _open(root: Path | None) -> StoreDirectory:
 
 def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None:
     """List the trees in the store: size, age, whether complete, in use or kept."""
-    from rich.table import Table
-    from rich.text import Text
-
     from fp8fs.cli.output import Output, format_bytes, format_duration, printable
     from fp8fs.tree import is_pinned_for_good, origin_of
 
@@ -54,26 +51,18 @@ def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None
     if as_json:
         output.document({"store": str(opened.root), "usage": usage, "trees": rows})
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("tree", "size", "age", "state", "made from"):
-        table.add_column(heading, justify="right" if heading == "size" else "left")
+    headings = ("tree", "size", "age", "state", "made from")
+    cells = []
     for row, tree in zip(rows, trees, strict=True):
         states = ["complete" if row["complete"] else "partial"]
         states += [word for word, on in (("in use", row["in_use"]), ("kept", row["kept"])) if on]
         age = format_duration(max(0.0, time.time() - tree.changed_ns / 1e9))
-        table.add_row(
-            tree.plan_id[:12],
-            format_bytes(tree.size),
-            age,
-            ", ".join(states),
-            Text(printable(str(row["src"]))),  # a Text, because a path is no markup
-        )
-    console = output.console(wide=True)
-    console.print(table)
-    console.print(
-        f"{printable(str(opened.root))}: {format_bytes(usage.object_bytes)} sealed, "
-        f"{format_bytes(usage.partial_bytes)} in the making, {format_bytes(usage.free_bytes)} free",
-        markup=False,
+        source = printable(str(row["src"]))
+        cells.append((tree.plan_id[:12], format_bytes(tree.size), age, ", ".join(states), source))
+    output.table(headings, cells, right=("size",))
+    output.line(
+        f"{opened.root}: {format_bytes(usage.object_bytes)} sealed, "
+        f"{format_bytes(usage.partial_bytes)} in the making, {format_bytes(usage.free_bytes)} free"
     )
 
 

@@ -94,7 +94,7 @@ def resolve(path: str, mounts: list[Mount]) -> str:
     symlink.
     """
     for _ in range(40):
-        parent, name = os.path.split(os.path.normpath(os.path.join(os.getcwd(), path)))
+        parent, name = os.path.split(os.path.abspath(path))
         at = os.path.join(os.path.realpath(parent), name) if name else parent
         if find(at, mounts) is not None:
             return at

@@ -308,7 +308,10 @@ def _open_log(path: str) -> IO[bytes]:
         )
         log = os.fdopen(os.open(path, flags, 0o600), "ab")
     except OSError as err:
-        raise MountError(f"the log {path} cannot be written: {err.strerror}") from err
+        raise MountError(
+            f"the log {path} cannot be written: {err.strerror}",
+            hint="name a place in XDG_STATE_HOME",
+        ) from err
     facts = os.fstat(log.fileno())
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_nlink != 1:
         log.close()

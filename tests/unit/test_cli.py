@@ -330,6 +330,41 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["plan SRC", "plan SRC --json", "build SRC", "ls", "ls --json"])
+def test_a_stdout_that_takes_nothing(tmp_path: Path, command: str) -> None:
+    """Full: one line says so. Closed: the command does its work, and no file of ours becomes its stdout."""
+    src = tmp_path / "src"
+    llama_like(src)
+    words = " ".join([sys.executable, "-m", "fp8fs", command.replace("SRC", str(src))])
+    full = subprocess.run(f"{words} > /dev/full", shell=True, capture_output=True, text=True)
+    assert full.returncode == 2
+    assert full.stderr.startswith("error: stdout cannot be written: No space left on device")
+    assert full.stderr.count("\n") == 1
+    closed = subprocess.run(f"{words} >&- <&-", shell=True, capture_output=True, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_a_current_directory_that_is_gone(tmp_path: Path) -> None:
+    """Absolute paths work there; what needs a place to start from says that there is none."""
+    src, gone = tmp_path / "src", tmp_path / "gone"
+    llama_like(src)
+    gone.mkdir()
+    script = (
+        "import os, sys\nfrom fp8fs.cli import main\n"
+        f"os.chdir({str(gone)!r})\nos.rmdir({str(gone)!r})\n"
+        f"sys.exit(main(['plan', {str(src)!r}]) or main(['unmount', {str(src)!r}]) - 42 "
+        "or main(['unmount', 'here']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: the current directory is gone. hint: cd to another one"
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_commands_are_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
     """Looking at a store that is not there yet, twice, works and prints one document each time."""
     looks: list[Callable[[], int]] = [

@@ -68,6 +68,18 @@ def test_a_copy_is_plain_and_complete(tree: Path, tmp_path: Path, exists: bool) 
     assert [p.name for p in tmp_path.iterdir() if ".tmp-" in p.name] == []
 
 
+def test_a_copy_can_be_made_in_place(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--to .`` in an empty directory fills that directory."""
+    target = tmp_path / "copy"
+    target.mkdir()
+    monkeypatch.chdir(target)
+    check_target(Path("."), tmp_path / "src")
+    export_tree(tree, Path("."))
+    check_copy(tree, target)
+
+
 def test_without_copy_file_range(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +130,7 @@ def test_a_mount_point_is_refused_by_name(
     target = tmp_path / "mnt"
     target.mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "is_mount", lambda self: self == target)
+        patched.setattr(export.os.path, "ismount", lambda place: place == target)
         with pytest.raises(UsageError, match="is a mount point"):
             check_target(target, tmp_path / "src")
 
