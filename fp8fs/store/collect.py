@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.guard import closing_fd, remove_tree, storing, temporary_name
+from fp8fs.store.holder import filesystem_now_ns, is_abandoned
 from fp8fs.store.lease import PRESENCE, locked_file
 from fp8fs.store.places import Places
 from fp8fs.store.staging import try_retire
@@ -20,7 +21,7 @@ from fp8fs.store.types import ObjectInfo, PartialInfo, TreeInfo, Usage, no_poll
 __all__ = ["Collector"]
 
 PRIVATE_GRACE_S = 24 * 3600.0
-"""Age after which a partial without locks (nobody can tell whether it is used) counts as left behind."""
+"""Age after which a partial without locks counts as left behind, even if its holder is there."""
 
 TEMPORARY_GRACE_S = 3600.0
 """Age after which what is in tmp/ counts as left behind: nothing is staged that long."""
@@ -150,7 +151,9 @@ class Collector:
                 continue
             allocated = self._allocated(path)
             if "." in path.name:  # private: made where nothing can be locked
-                freed += self._discard(path) if idle_s >= PRIVATE_GRACE_S else 0
+                now_ns = filesystem_now_ns(self._io, self._places.tmp)
+                if idle_s >= PRIVATE_GRACE_S or is_abandoned(self._io, path, now_ns):
+                    freed += self._discard(path)
             elif try_retire(self._io, self._places, path):
                 freed += allocated
         return freed

@@ -6,7 +6,7 @@
 
 What a crash leaves is repaired by the next one who has the partial to itself: records behind the last barrier count
 only if the bytes on the disk have their digests. Where the filesystem has no locks, everybody works in a private
-directory instead; then work may be done twice, with the same result.
+directory instead (holder.py); then work may be done twice, with the same result, and who is gone is succeeded.
 
 Lock order: ``_sync`` before ``_mutex``; claims (lease.py) are taken with neither held.
 """
@@ -32,6 +32,7 @@ from fp8fs.store.guard import (
     storing,
     temporary_name,
 )
+from fp8fs.store.holder import Holder, filesystem_now_ns, try_adopt
 from fp8fs.store.journal import Journal, barrier_line, unit_line
 from fp8fs.store.lease import Claims, Deadline, LocksUnavailable, wait_until
 from fp8fs.store.objects import Objects
@@ -78,7 +79,7 @@ class Partial:
         self._named = False  # the names of our files are on the disk
         self._lost = ""
         self._sealed = False
-        self._private = False
+        self._holder: Holder | None = None  # of a private partial
         self._claims = Claims(io, None)
         self._dir_fd = self._keep(io.open_dir(path))
 
@@ -90,14 +91,11 @@ class Partial:
 
     def _join(self, *, private: bool, poll: Poll, deadline: Deadline) -> bool:
         """Be present, alone if possible. Returns whether alone. Raises: LocksUnavailable; FileNotFoundError."""
-        self._private = private
+        fd = self._keep(self._io.open("lock", os.O_RDWR | os.O_CREAT, dir_fd=self._dir_fd))
         if private:
-            self._claims = Claims(self._io, None)
+            self._holder = Holder(self._io, fd)
         else:
-            flags = os.O_RDWR | os.O_CREAT
-            self._claims = Claims(
-                self._io, self._keep(self._io.open("lock", flags, dir_fd=self._dir_fd))
-            )
+            self._claims = Claims(self._io, fd)
         if self._claims.try_presence(exclusive=True):
             return True
         wait_until(
@@ -165,6 +163,8 @@ class Partial:
         """Read what others have journaled since. Raises: Published."""
         if self._sealed:
             raise Published
+        if self._holder is not None:
+            self._holder.beat()
         with storing(f"cannot read the journal of shard {self.spec.object_id}"):
             if not self._is_current():
                 raise Published
@@ -305,7 +305,7 @@ class Partial:
         with self._mutex:
             stack, self._open_fds = self._open_fds, ExitStack()
         try:
-            if self._private or self._lost:
+            if self._lost or (self._holder is not None and not self.records):
                 self._give_up()
             elif self._uncovered and not self._sealed:
                 with storing(f"cannot sync shard {self.spec.object_id}"), self._sync:
@@ -313,16 +313,18 @@ class Partial:
         except StoreError as err:
             log.warning("%s; units behind the last barrier are checked at the next use", err)
         finally:
+            if self._holder is not None:
+                self._holder.release()
             stack.close()
 
     def _give_up(self) -> None:
-        """Remove what cannot be trusted or shared, unless others still work on it (their own sync will tell them)."""
+        """Remove what cannot be trusted or is worth nothing, unless others still work on it (their own sync will tell them)."""
         if self._sealed:
             return
         with suppress(OSError, StoreError), self._claims.all(no_poll, Deadline(0.0)):
             if self._is_current():
-                reason = self._lost or "private work"
-                log.warning("shard %s is given up: %s", self.spec.object_id, reason)
+                if self._lost:
+                    log.warning("shard %s is given up: %s", self.spec.object_id, self._lost)
                 retire(self._io, self._places, self.path)
 
     def __enter__(self) -> Partial:
@@ -364,9 +366,15 @@ def open_partial(
                 time.sleep(0.002)
     except LocksUnavailable as err:
         log.warning("the store has no locks here (%s); working in private", err)
-    path = places.partials / temporary_name(spec.object_id)
-    create(io, places, spec, path, shared=False)
-    return _try_open(io, places, objects, spec, spans, path, poll, deadline, private=True)
+    now_ns = filesystem_now_ns(io, places.tmp)
+    while True:
+        path = places.partials / temporary_name(spec.object_id)
+        if not try_adopt(io, places.partials, spec.object_id, path, now_ns):
+            create(io, places, spec, path, shared=False)
+        with suppress(FileNotFoundError, _Stale):  # somebody else adopted it in the same moment
+            return _try_open(io, places, objects, spec, spans, path, poll, deadline, private=True)
+        poll()
+        deadline.check(f"shard {spec.object_id}", str)
 
 
 class _Stale(Exception):  # noqa: N818 - an answer, not an error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.guard import closing_fd, remove_tree, replace_file, temporary_name
+from fp8fs.store.holder import holder_text
 from fp8fs.store.journal import Journal, encode_journal, head_line
 from fp8fs.store.lease import PRESENCE, Claims, LocksUnavailable
 from fp8fs.store.places import Places
@@ -50,6 +51,8 @@ def create(io: FsIo, places: Places, spec: ShardSpec, path: Path, *, shared: boo
         with closing_fd(io, io.open(staged / "lock", flags)) as fd:
             if shared:
                 Claims(io, fd).try_presence(exclusive=True)
+            else:
+                io.pwrite(fd, holder_text(), 0)
         with closing_fd(io, io.open(staged / "data", flags)) as fd:
             io.ftruncate(fd, spec.size)
             io.pwrite(fd, spec.preamble, 0)

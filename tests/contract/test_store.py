@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from fp8fs.errors import (
     StoreFullError,
 )
 from fp8fs.store.fsio import FsIo
+from fp8fs.store.holder import holder_text
 from fp8fs.store.store import Published, Store, UnitRecord
 from fp8fs.store.types import PREAMBLE
 from tests.storing import Toy, snapshot
@@ -509,15 +510,18 @@ def test_what_others_commit_is_seen_on_claim(store: Store) -> None:
         assert sorted(second.records) == [0, 1]
 
 
+class Lockless(FsIo):
+    """A filesystem on which nothing can be locked."""
+
+    def try_lock_range(self, fd: int, start: int, length: int, *, exclusive: bool) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def try_flock(self, fd: int, *, exclusive: bool) -> bool:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
 def test_without_locks_everybody_works_in_private(root: Path) -> None:
     """Where the filesystem has no locks, two builders make the same bytes apart, and neither damages the other's."""
-
-    class Lockless(FsIo):
-        def try_lock_range(self, fd: int, start: int, length: int, *, exclusive: bool) -> bool:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-        def try_flock(self, fd: int, *, exclusive: bool) -> bool:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     toy = Toy()
     store = Store.open(root, io=Lockless())
@@ -531,12 +535,112 @@ def test_without_locks_everybody_works_in_private(root: Path) -> None:
         assert path.stat().st_ino == inode
     assert path.read_bytes() == toy.whole()
     assert os.listdir(root / "v1" / "partial") == []
-    Toy("ffff").finished(store, [0])
+    with Toy("ffff").open(store):
+        pass
     assert os.listdir(root / "v1" / "partial") == []
     with store.group_amax("g") as slot:
         slot.put(2.0)
     with store.group_amax("g") as slot:
         assert slot.value == 2.0
+
+
+def left_behind(root: Path, toy: Toy, holder: str, date_s: float | None) -> None:
+    """A private partial with two units whose holder is *holder* and was last heard of at *date_s*."""
+    toy.finished(Store.open(root, io=Lockless()), [0, 1])
+    (folder,) = root.glob("v1/partial/*")
+    (folder / "lock").write_text(holder)
+    if date_s is not None:
+        for path in folder.iterdir():
+            os.utime(path, (date_s, date_s))
+
+
+def me() -> str:
+    return holder_text().decode()
+
+
+def in_another_life() -> str:
+    pid, started, machine = me().split()
+    return f"{pid} {int(started) - 1} {machine}"
+
+
+@pytest.mark.parametrize(
+    ("holder", "age_s", "taken"),
+    [
+        (lambda: "", None, True),
+        (me, None, False),
+        (me, 10**8, False),
+        (in_another_life, None, True),
+        (in_another_life, -(10**9), True),
+        (lambda: "17 4711 elsewhere/boot/pid", None, False),
+        (lambda: "17 4711 elsewhere/boot/pid", -(10**9), False),
+        (lambda: "17 4711 elsewhere/boot/pid", 590, False),
+        (lambda: "17 4711 elsewhere/boot/pid", 610, True),
+        (lambda: "17 4711 elsewhere/boot/pid", 10**9, True),
+        (lambda: "\0\0", 610, True),
+        (lambda: "\0\0", 0, False),
+    ],
+    ids=[
+        "released", "alive", "alive, odd dates", "dead", "dead, dated in the future", "elsewhere", "elsewhere, dated in the future",
+        "elsewhere, quiet", "elsewhere, silent", "elsewhere, silent for ages", "damaged, old", "damaged, new",
+    ],
+)  # fmt: skip
+def test_who_is_gone_is_succeeded_without_locks(
+    root: Path, holder: Callable[[], str], age_s: float | None, taken: bool
+) -> None:
+    """Work of a holder that is gone is gone on with; of one that is alive, or was heard of lately, it is left alone."""
+    toy = Toy()
+    left_behind(root, toy, holder(), None if age_s is None else time.time() - age_s)
+    path, made = toy.build(Store.open(root, io=Lockless()))
+    assert made == ([2, 3, 4] if taken else [0, 1, 2, 3, 4])
+    assert path.read_bytes() == toy.whole()
+    assert len(os.listdir(root / "v1" / "partial")) == (0 if taken else 1)
+
+
+def test_gc_takes_what_nobody_holds_without_locks(root: Path) -> None:
+    """A private partial goes as soon as its holder is gone, and not before."""
+    toy = Toy()
+    store = Store.open(root, io=Lockless())
+    left_behind(root, toy, me(), None)
+    assert store.collect(grace_s=0) == 0
+    (folder,) = root.glob("v1/partial/*")
+    (folder / "lock").write_text(in_another_life())
+    assert store.collect(grace_s=0) > 0
+    assert os.listdir(root / "v1" / "partial") == []
+
+
+def test_a_live_holder_that_was_succeeded_does_no_damage(root: Path) -> None:
+    """Taken for gone while it works: it is told so, and the result is the same."""
+    toy = Toy()
+    store = Store.open(root, io=Lockless())
+    with toy.open(store) as first:
+        toy.make(first, 0)
+        (folder,) = root.glob("v1/partial/*")
+        (folder / "lock").write_text("")
+        with toy.open(store) as second:
+            assert sorted(second.records) == [0]
+            toy.write(first, 1)
+            with pytest.raises(Published):
+                toy.make(first, 1)
+            for unit in range(1, 5):
+                toy.make(second, unit)
+            path = second.seal({})
+    assert path.read_bytes() == toy.whole()
+    assert store.verify_object(toy.spec.object_id, toy.spans) == []
+    assert os.listdir(root / "v1" / "partial") == []
+
+
+def test_a_holder_beats(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever works dates its lock file again, and writes to it no more often than it must."""
+    toy = Toy()
+    store = Store.open(root, io=Lockless())
+    with toy.open(store) as partial:
+        (lock,) = root.glob("v1/partial/*/lock")
+        os.utime(lock, (0, 0))
+        toy.make(partial, 0)
+        assert lock.stat().st_mtime == 0
+        monkeypatch.setattr("fp8fs.store.holder.BEAT_S", 0.0)
+        toy.make(partial, 1)
+        assert lock.stat().st_mtime > 0
 
 
 def test_many_barriers_do_not_lose_a_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

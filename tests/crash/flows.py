@@ -37,7 +37,7 @@ LONG = bool(os.environ.get("FP8FS_LONG"))
 RECIPE = Recipe(scheme="per_tensor")
 OTHER = Recipe(scheme="per_channel")
 FOLDERS = {
-    "adopted", "amax", "damaged", "hints", "lock", "objects", "partial", "scans", "tmp", "trees",
+    "adopted", "amax", "damaged", "hints", "lock", "objects", "partial", "plans", "scans", "tmp", "trees",
 }  # fmt: skip
 
 

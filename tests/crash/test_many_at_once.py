@@ -28,7 +28,7 @@ from fp8fs.fuse.mountinfo import read_mountinfo
 from fp8fs.store.store import Store
 from tests.builders import llama_like
 from tests.crash.disks import KINDS, disk
-from tests.crash.flows import RECIPE
+from tests.crash.flows import RECIPE, work_done
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_LOCKS = {"ENOLCK": errno.ENOLCK, "EOPNOTSUPP": errno.EOPNOTSUPP, "ENOSYS": errno.ENOSYS}
@@ -132,6 +132,16 @@ class Builder:
         return made, reused, total
 
 
+def sealed_units(src: Path, store: Path) -> int:
+    """Units in sealed shards."""
+    with survey(src, RECIPE, store) as found:
+        return sum(
+            len(shard.units)
+            for shard in found.plan.shards
+            if Store.open(store).object_path(shard.object_id).exists()
+        )
+
+
 def build_at_once(builders: list[Builder]) -> list[tuple[int, int, int]]:
     for builder in builders:
         builder.wait_ready()
@@ -208,6 +218,28 @@ def test_without_locks(models: tuple[Model, Model], tmp_path: Path, why: str) ->
     store = tmp_path / "store"
     built = build_at_once([Builder(models[0].src, store, no_locks=NO_LOCKS[why]) for _ in range(4)])
     assert sum(made for made, _, _ in built) >= models[0].units
+    models[0].check(store)
+    assert os.listdir(store / "v1" / "partial") == []
+
+
+@pytest.mark.parametrize("no_locks", [0, errno.ENOLCK], ids=["locks", "no locks"])
+def test_the_dead_are_succeeded(models: tuple[Model, Model], tmp_path: Path, no_locks: int) -> None:
+    """A builder is killed in the middle: the next one goes on from what it finished, locks or not, and makes no unit again."""
+    store = tmp_path / "store"
+    dead = Builder(models[0].src, store, no_locks=no_locks)
+    dead.wait_ready()
+    dead.go()
+    end = time.monotonic() + 60
+    while work_done(store) < 3 and time.monotonic() < end:
+        pass
+    dead.process.kill()
+    dead.process.communicate()
+    left = work_done(store) + sealed_units(models[0].src, store)
+    assert left >= 3
+    (counts,) = build_at_once([Builder(models[0].src, store, no_locks=no_locks)])
+    made, reused, total = counts
+    assert reused >= left
+    assert made + reused == total
     models[0].check(store)
     assert os.listdir(store / "v1" / "partial") == []
 

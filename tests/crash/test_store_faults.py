@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -85,6 +86,7 @@ def check(root: Path, reference: dict[str, bytes | str]) -> None:
         "lock",
         "objects",
         "partial",
+        "plans",
         "scans",
         "tmp",
         "trees",
@@ -122,6 +124,40 @@ def test_the_nth_call_fails(
         check(root, reference)
         shutil.rmtree(root)
     assert nth > 200
+    record_property("faults injected", nth - 1)
+
+
+class Lockless(FaultyIo):
+    """The same where nothing can be locked."""
+
+    def try_lock_range(self, fd: int, start: int, length: int, *, exclusive: bool) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def try_flock(self, fd: int, *, exclusive: bool) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+def test_the_nth_call_fails_without_locks(
+    room: Path, code: int, persistent: bool, record_property: Callable[[str, object], None]
+) -> None:
+    """Whichever call fails while somebody goes on from what another one left: the object is whole in the end."""
+    root = room / "store"
+    before = len(os.listdir("/proc/self/fd"))
+    for nth in itertools.count(1):
+        TOY.finished(Store.open(root, io=Lockless(0, code, persistent=False)), [0])
+        io = Lockless(nth, code, persistent=persistent)
+        with suppress(StoreError, Published):
+            TOY.build(Store.open(root, io=io))
+        if not io.failed:
+            break
+        assert len(os.listdir("/proc/self/fd")) == before, io.failed
+        path, _ = TOY.build(Store.open(root, io=Lockless(0, code, persistent=False)))
+        assert path.read_bytes() == TOY.whole()
+        assert Store.open(root).verify_object(TOY.spec.object_id, TOY.spans) == []
+        shutil.rmtree(root)
+    assert nth > 60
     record_property("faults injected", nth - 1)
 
 
