@@ -105,6 +105,11 @@ HYBRID_SHARDED = Layout(
 )
 
 
+HANDOFF: tuple[str, ...] = ()
+LAZY = ("--serve", "inline", "--grain", "tensor")
+"""Options of a mount: a shard is made when it is opened, or a tensor when it is read."""
+
+
 class Expected:
     """What a model's ranks must hold, from the BF16 source alone; which tensors are FP8 is read in the view's headers."""
 
@@ -169,11 +174,16 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(
-    omni: Omni, layout: Layout, view: Path, workdir: Path, *options: object, **script: str
+    omni: Omni,
+    layout: Layout,
+    view: Path,
+    workdir: Path,
+    *options: object,
+    script: str = "parallel_load",
 ) -> list[Result]:
     """Load a view with all ranks of a layout at once; the facts that each rank reports. Dumps lie in *workdir*."""
     facts = omni.load_layout(
-        view, layout.settings, *options, world=layout.world, workdir=workdir, **script
+        view, layout.settings, *options, world=layout.world, workdir=workdir, script=script
     )
     assert_grouped(facts, layout)
     return facts
@@ -186,21 +196,29 @@ def assert_grouped(facts: list[Result], layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"),
+    ("layout", "model", "serve"),
     [
-        pytest.param(DATA, "h3", id="dp-h3"),
-        pytest.param(SEQUENCE, "wan", id="sp-wan"),
-        pytest.param(GUIDANCE, "wan", id="cfg-wan"),
-        pytest.param(TENSOR, "wan", id="tp-wan", marks=pytest.mark.engine_ci),
-        pytest.param(TENSOR_GUIDANCE, "h3", id="tp-cfg-h3"),
+        pytest.param(DATA, "h3", HANDOFF, id="dp-h3"),
+        pytest.param(DATA, "wan", LAZY, id="dp-wan-lazy"),
+        pytest.param(SEQUENCE, "wan", HANDOFF, id="sp-wan"),
+        pytest.param(GUIDANCE, "wan", HANDOFF, id="cfg-wan"),
+        pytest.param(TENSOR, "wan", HANDOFF, id="tp-wan", marks=pytest.mark.engine_ci),
+        pytest.param(TENSOR, "wan", LAZY, id="tp-wan-lazy"),
+        pytest.param(TENSOR_GUIDANCE, "h3", HANDOFF, id="tp-cfg-h3"),
     ],
 )
 def test_ranks_that_hold_every_layer(
-    layout: Layout, model: str, omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
+    layout: Layout,
+    model: str,
+    serve: tuple[str, ...],
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    tmp_path: Path,
 ) -> None:
     """Ranks that are replicas, or slices of tensors, hold exactly the source's FP8, and each unit is made once."""
     source, facts = omni_source(model)
-    view = mounted(source)
+    view = mounted(source, *serve)
     load(omni, layout, view.path, tmp_path / "ranks", "--model", model)
     view.assert_made_once()
     expected = Expected(model, source, view.path, facts["runtime_dtypes"])
@@ -213,10 +231,13 @@ def test_ranks_that_hold_every_layer(
             assert_same(name, tensor, expected.part(name, rank % slices, slices))
 
 
-def test_pipeline_stages(omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("serve", [HANDOFF, LAZY], ids=["handoff", "lazy"])
+def test_pipeline_stages(
+    serve: tuple[str, ...], omni: Omni, mounted: Mount, omni_source: Source, tmp_path: Path
+) -> None:
     """Each pipeline stage holds its own layers and no other, with the source's FP8; each unit is made once."""
     source, facts = omni_source("wan")
-    view = mounted(source)
+    view = mounted(source, *serve)
     load(omni, PIPELINE, view.path, tmp_path / "ranks", "--model", "wan")
     view.assert_made_once()
     expected = Expected("wan", source, view.path, facts["runtime_dtypes"])
