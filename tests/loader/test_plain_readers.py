@@ -12,6 +12,10 @@ import pytest
 
 from tests.loader.mounts import MountedView
 
+torch = pytest.importorskip("torch")
+
+from tests import oracle  # noqa: E402  (it needs torch)
+
 pytestmark = [pytest.mark.loader, pytest.mark.fuse]
 
 # Prints a digest of all tensors' bytes; with a rank and a world, of that rank's rows, read as slices.
@@ -51,8 +55,7 @@ def read_at_once(path: Path, world: int) -> list[str]:
 def test_sliced_reads_of_a_cold_view(
     world: int, mounted: Callable[..., MountedView], tmp_path: Path
 ) -> None:
-    """Tensor-parallel ranks that slice a cold view at once read the bytes of its copy, and each unit is made once."""
-    torch = pytest.importorskip("torch")
+    """Tensor-parallel ranks that slice a cold view at once read the oracle's bytes, and each unit is made once."""
     from safetensors.torch import save_file
 
     source = tmp_path / "bf16"
@@ -69,10 +72,19 @@ def test_sliced_reads_of_a_cold_view(
         for linear in ("self_attn.o", "mlp.down")
     }
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    view = mounted(source)
+    view = mounted(source, "--scheme", "per_channel")
     found = read_at_once(view.path / "model.safetensors", world)
     view.assert_made_once()
-    copy = tmp_path / "copy.safetensors"
-    copy.write_bytes((view.path / "model.safetensors").read_bytes())
-    assert found == read_at_once(copy, world)
+    stored = oracle.expected(
+        oracle.read_file(source / "model.safetensors"), tensors, "per_channel", groups={}
+    )
+    dtypes = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
+    save_file(
+        {
+            name: torch.frombuffer(bytearray(t.data), dtype=dtypes[t.dtype]).reshape(t.shape)
+            for name, t in stored.items()
+        },
+        tmp_path / "expected.safetensors",
+    )
+    assert found == read_at_once(tmp_path / "expected.safetensors", world)
     assert all(len(digest.strip()) == hashlib.sha256().digest_size * 2 for digest in found)
