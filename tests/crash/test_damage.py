@@ -257,6 +257,33 @@ def test_a_journal_with_any_damage_gives_no_wrong_unit(
     record_property("faults injected", FLIPS)
 
 
+class Watching(FsIo):
+    """Notes which bytes of sealed objects are read."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, set[int]] = {}
+
+    def pread_once(self, fd: int, length: int, file_offset: int) -> bytes:
+        data = super().pread_once(fd, length, file_offset)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.suffix == ".safetensors" and "objects" in path.parts:
+            seen = self.read.setdefault(path.stem, set())
+            seen.update(range(file_offset, file_offset + len(data)))
+        return data
+
+
+def test_a_start_reads_headers_and_verify_reads_all(world: World, root: Path, plan: Plan) -> None:
+    """A mount looks at size, preamble and record of each sealed shard and at no weight; only ``verify`` reads every byte."""
+    io = Watching()
+    with injected(io), reading(world, root, serve="handoff", grain="shard") as (_, view):
+        assert {view.lookup(name).kind for name in world.bytes} == {"link"}
+    headers = {shard.object_id: set(range(len(shard.preamble))) for shard in plan.shards}
+    assert io.read == headers
+    with injected(io):
+        assert verify(world, root).damage == ()
+    assert io.read == {shard.object_id: set(range(shard.size)) for shard in plan.shards}
+
+
 # -- a bad disk is not corruption ------------------------------------------------------------------
 
 
