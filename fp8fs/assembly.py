@@ -304,7 +304,9 @@ def assemble(
             _require_fp8(found.plan)
         if need_store and (store is None or not store.writable):
             why = store.why_not if store is not None else found.why_no_store
-            raise StoreFullError(f"the store cannot be written: {why}", hint="--store ROOT")
+            # Why a store cannot be opened may be a whole sentence with a hint of its own.
+            hint = "" if ". hint: " in why else "--store ROOT"
+            raise StoreFullError(f"the store cannot be written: {why}", hint=hint)
         keeper: TreeKeeper | None = None
         warnings = _store_warnings(found, asked=store_root is not None)
         if store is not None:

@@ -124,6 +124,16 @@ def test_an_expected_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
+def test_an_error_has_one_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store that is no directory: the reason brings its hint, and no second one follows."""
+    llama_like(tmp_path / "src")
+    (tmp_path / "file").touch()
+    assert main(["build", str(tmp_path / "src"), "--store", str(tmp_path / "file")]) == 22
+    said = capsys.readouterr().err
+    assert "is not a directory" in said
+    assert said.count("hint: ") == 1
+
+
 def test_an_expected_error_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --json the same is one document on stdout, too."""
     (tmp_path / "src").mkdir()
