@@ -28,7 +28,7 @@ def test_good_documents_are_accepted(target: str) -> None:
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_hostile_documents(target: str, record_property: Callable[[str, object], None]) -> None:
-    """Nothing but documented errors escapes, no answer takes a second, and what is accepted is sound."""
+    """Nothing but documented errors escapes, no answer takes a second of work, and what is accepted is sound."""
     tried = 0
 
     @settings(
@@ -41,9 +41,9 @@ def test_hostile_documents(target: str, record_property: Callable[[str, object],
         nonlocal tried
         document = data.draw(documents(target))
         tried += 1
-        began = time.perf_counter()
+        began = time.process_time()
         TARGETS[target](document)
-        assert time.perf_counter() - began < SLOW_S
+        assert time.process_time() - began < SLOW_S
 
     check()
     record_property("hostile inputs", tried)
@@ -54,7 +54,7 @@ def test_hostile_documents(target: str, record_property: Callable[[str, object],
 )
 def test_kept_corpus(case: Path, record_property: Callable[[str, object], None]) -> None:
     """What coverage-guided fuzzing found worth keeping, and every input that once broke something."""
-    began = time.perf_counter()
+    began = time.process_time()
     TARGETS[case.parent.name](case.read_bytes())
-    assert time.perf_counter() - began < SLOW_S
+    assert time.process_time() - began < SLOW_S
     record_property("hostile inputs", 1)
