@@ -11,7 +11,7 @@ from pathlib import Path
 from fp8fs.errors import StoreFullError, UsageError
 from fp8fs.staging import staging
 
-__all__ = ["check_target", "export_tree"]
+__all__ = ["check_no_mount_point", "check_target", "export_tree", "mount_point_error"]
 
 _COPY_BYTES = 64 << 20
 _META = ".fp8fs"
@@ -24,8 +24,7 @@ def check_target(target: Path, src: Path) -> None:
             raise UsageError(f"{target} is not a directory", hint="choose a new directory")
         if _holds_something(target):
             raise UsageError(f"{target} is not empty", hint="choose a new or an empty directory")
-        if os.path.ismount(target.absolute()):
-            raise _mount_point(target)
+        check_no_mount_point(target)
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
     inside, source = target.resolve(), src.resolve()
@@ -61,7 +60,7 @@ def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | N
             _sync(target.parent)
     except OSError as err:
         if err.errno == errno.EBUSY:
-            raise _mount_point(target) from err
+            raise mount_point_error(target) from err
         raise _cannot_write(target, err) from err
 
 
@@ -152,7 +151,14 @@ def _sync(directory: Path) -> None:
         os.close(fd)
 
 
-def _mount_point(target: Path) -> UsageError:
+def check_no_mount_point(target: Path) -> None:
+    """Raises: UsageError for a mount point, which nothing can be renamed over."""
+    if os.path.ismount(target.absolute()):
+        raise mount_point_error(target)
+
+
+def mount_point_error(target: Path) -> UsageError:
+    """A copy onto what turned out to be a mount point: said in the same words before and after the work."""
     return UsageError(
         f"{target} is a mount point, and a finished copy cannot take its place",
         hint=f"choose a new directory in it, as {target / 'model'}",

@@ -43,6 +43,7 @@ from fp8fs.errors import (
     StoreFullError,
     UsageError,
 )
+from fp8fs.export import check_no_mount_point, mount_point_error
 from fp8fs.staging import staging
 
 __all__ = ["Looked", "build_normalized", "look", "looks_normalized"]
@@ -162,6 +163,8 @@ def build_normalized(
                     raise SourceChangedError(f"{src} changed while it was read", hint="build again")
                 _publish(made, place, files)
         except OSError as err:
+            if err.errno == errno.EBUSY:
+                raise mount_point_error(place) from err
             raise _cannot_write(place, err) from err
     return place
 
@@ -200,6 +203,7 @@ def _check_target(target: Path, src: Path) -> None:
         raise UsageError(
             f"{target} holds something that is no normalized cache", hint="choose a new directory"
         )
+    check_no_mount_point(target)
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
 

@@ -93,6 +93,29 @@ def test_a_user_namespace_without_mount_rights(
     assert fp8fs.build(checkpoint("llama")).is_dir()
 
 
+@pytest.mark.parametrize("form", ["tree", "normalized-cache"])
+@pytest.mark.parametrize("kind", ["tmpfs", "bind"])
+def test_a_copy_onto_a_mount_point_is_refused(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path], form: str, kind: str
+) -> None:
+    """An empty mount point for --to: said by name, with what to do; nothing is left beside it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    target, other = place / "target", place / "other"
+    target.mkdir()
+    other.mkdir()
+    how = ["-t", "tmpfs", "tmpfs"] if kind == "tmpfs" else ["--bind", other]
+    subprocess.run(["mount", *how, target], check=True)
+    try:
+        words = ("build", checkpoint("wan"), "--to", target, "--as", form)
+        error = fp8fs.json(*words, code=2)["error"]
+        assert f"{target} is a mount point" in error["what"]
+        assert str(target / "model") in error["hint"]
+        assert list(place.glob(".fp8fs*")) == list(target.iterdir()) == []
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
 def test_rm_names_who_uses_a_tree(
     fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]
 ) -> None:
