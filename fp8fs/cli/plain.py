@@ -7,7 +7,6 @@ judge: everything that is not plainly right, and every mistake, is left to it.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import typing
 from collections.abc import Callable, Sequence
@@ -16,14 +15,29 @@ from typing import Any
 
 __all__ = ["plain_call"]
 
-_MODULES = {"build": "fp8fs.cli.build", "mount": "fp8fs.cli.mount", "plan": "fp8fs.cli.plan"}
+
+def _command(name: str) -> Callable[..., None] | None:
+    """The command of that name, if it is one of ours."""
+    if name == "build":
+        from fp8fs.cli.build import build
+
+        return build
+    if name == "mount":
+        from fp8fs.cli.mount import mount
+
+        return mount
+    if name == "plan":
+        from fp8fs.cli.plan import plan
+
+        return plan
+    return None
 
 
 def plain_call(arguments: Sequence[str]) -> Callable[[], int] | None:
     """What runs the command that *arguments* spell and returns its exit code; None unless each word is plainly understood."""
-    if not arguments or arguments[0] not in _MODULES:
+    command = _command(arguments[0]) if arguments else None
+    if command is None:
         return None
-    command = getattr(importlib.import_module(_MODULES[arguments[0]]), arguments[0])
     hints = typing.get_type_hints(command, include_extras=True)
     names = command.__code__.co_varnames[: command.__code__.co_argcount]
     options: dict[str, str] = {}

@@ -701,7 +701,7 @@ def test_group_amax_is_held_exclusively(store: Store) -> None:
     assert len(makers) == 1
 
 
-@pytest.mark.parametrize("kind", ["scan", "hints", "adopted"])
+@pytest.mark.parametrize("kind", ["scan", "hints", "adopted", "plan"])
 def test_facts_are_read_back_or_absent(store: Store, kind: str) -> None:
     """A written fact is read back by a new store; damage, or a value of another kind of file, reads as absent."""
     read, write = getattr(store, f"read_{kind}"), getattr(store, f"write_{kind}")
