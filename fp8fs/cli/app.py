@@ -58,7 +58,7 @@ def status(
     quiet: Quiet = False,
 ) -> None:
     """Say what a mount is doing: shards and tensors made, speed, errors; or list all mounts."""
-    show(Request(dst=dst, as_json=as_json))
+    show(Request(dst=dst, as_json=as_json, quiet=quiet))
 
 
 for command in (mount, unmount, plan, build, path, status, verify, ls, rm, gc, doctor, run):

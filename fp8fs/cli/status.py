@@ -19,6 +19,7 @@ class Request:
 
     dst: str = ""
     as_json: bool = False
+    quiet: bool = False
 
 
 def quick_request(arguments: Sequence[str]) -> Request | None:
@@ -29,14 +30,18 @@ def quick_request(arguments: Sequence[str]) -> Request | None:
     places = [word for word in arguments[1:] if not word.startswith("-")]
     if not options <= {"--json", "--quiet", "-q"} or len(places) > 1:
         return None
-    return Request(dst=places[0] if places else "", as_json="--json" in options)
+    return Request(
+        dst=places[0] if places else "",
+        as_json="--json" in options,
+        quiet=bool(options & {"--quiet", "-q"}),
+    )
 
 
 def show(request: Request) -> None:
     """Print one mount's status, or one line per mount."""
     from fp8fs.cli.output import Output
 
-    output = Output(as_json=request.as_json)
+    output = Output(as_json=request.as_json, quiet=request.quiet)
     if request.dst:
         _show_one(request.dst, output)
     else:

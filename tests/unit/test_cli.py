@@ -193,7 +193,7 @@ def test_json_after_the_separator_is_the_commands(capsys: pytest.CaptureFixture[
     [
         (["status"], Request()),
         (["status", "/mnt", "--json"], Request("/mnt", as_json=True)),
-        (["status", "--json", "-q"], Request(as_json=True)),
+        (["status", "--json", "-q"], Request(as_json=True, quiet=True)),
         (["status", "--help"], None),
         (["status", "a", "b"], None),
         (["plan", "x"], None),
@@ -205,6 +205,17 @@ def test_quick_status_understands_plain_spellings_only(
 ) -> None:
     """Everything else, mistakes included, is left to the option parser."""
     assert quick_request(words) == request_
+
+
+def test_quiet_status_of_no_mounts_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without mounts a note says so, and -q silences it."""
+    monkeypatch.setattr("fp8fs.fuse.session.list_mounts", list)
+    assert main(["status"]) == 0
+    assert capsys.readouterr() == ("", "no fp8fs mounts\n")
+    assert main(["status", "-q"]) == 0
+    assert capsys.readouterr() == ("", "")
 
 
 def test_status_and_version_import_little() -> None:
