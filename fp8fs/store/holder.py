@@ -9,6 +9,7 @@ damage: it finds its directory renamed, as after a publication, and what both wr
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from contextlib import suppress
@@ -52,7 +53,7 @@ class Holder:
 
 def holder_text() -> bytes:
     """What a lock file says of this process."""
-    return f"{os.getpid()} {_started(os.getpid())} {_machine()}\n".encode()
+    return f"{os.getpid()} {_started(str(os.getpid()))} {_machine()}\n".encode()
 
 
 def filesystem_now_ns(io: FsIo, tmp: Path) -> int:
@@ -89,13 +90,15 @@ def is_abandoned(io: FsIo, folder: Path, now_ns: int) -> bool:
     if not content:  # released, or not even a file
         return content is not None
     pid, started, machine = [*content.decode("utf-8", "replace").split(), "", "", ""][:3]
-    if machine == _machine() and pid.isdecimal():
-        return _started(int(pid)) != started
+    if machine == _machine():
+        return _started(pid) != started
     return now_ns - max(dates) > GONE_S * 1e9
 
 
-def _started(pid: int) -> str:
+def _started(pid: str) -> str:
     """When a process began, in the kernel's ticks; "gone" if there is none of that number."""
+    if not re.fullmatch("[0-9]{1,10}", pid):
+        return "gone"
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -578,10 +578,12 @@ def in_another_life() -> str:
         (lambda: "17 4711 elsewhere/boot/pid", 10**9, True),
         (lambda: "\0\0", 610, True),
         (lambda: "\0\0", 0, False),
+        (lambda: me().replace(str(os.getpid()), "9" * 5000), None, True),
+        (lambda: me().replace(str(os.getpid()), "../1"), None, True),
     ],
     ids=[
         "released", "alive", "alive, odd dates", "dead", "dead, dated in the future", "elsewhere", "elsewhere, dated in the future",
-        "elsewhere, quiet", "elsewhere, silent", "elsewhere, silent for ages", "damaged, old", "damaged, new",
+        "elsewhere, quiet", "elsewhere, silent", "elsewhere, silent for ages", "damaged, old", "damaged, new", "no number", "no name of a process",
     ],
 )  # fmt: skip
 def test_who_is_gone_is_succeeded_without_locks(
