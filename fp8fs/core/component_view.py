@@ -17,6 +17,7 @@ from fp8fs.core.rules import GenericRule, ProfileRule, Rule
 from fp8fs.core.selection import select
 from fp8fs.core.spellings import ONE_EXPERT, other_spellings, tower_patterns
 from fp8fs.core.texts import (
+    edge_block_warning,
     fused_block_warning,
     kept_groups,
     kept_modules,
@@ -112,6 +113,7 @@ class ComponentView:
         for warning in (
             scheme_warning(component, self.scheme),
             fused_block_warning(view, self.scheme, profile),
+            edge_block_warning(component, view, self.scheme),
         ):
             if warning:
                 yield warning

@@ -13,10 +13,12 @@ from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
 from fp8fs.core.profiles import Profile
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 from fp8fs.core.row_order import QKV
+from fp8fs.core.text import quoted
 from fp8fs.core.weightset import VARIANTS
 from fp8fs.errors import SourceInvalidError
 
 __all__ = [
+    "edge_block_warning",
     "fused_block_warning",
     "index_path",
     "kept_groups",
@@ -45,6 +47,31 @@ def scheme_warning(component: Component, scheme: str) -> str:
     if component.kind == "transformers" and scheme == "per_tensor":
         return "transformers ignores per_tensor scales without a word; vLLM and SGLang read them"
     return ""
+
+
+def edge_block_warning(
+    component: Component, shards: Iterable[Iterable[ViewTensor]], scheme: str
+) -> str:
+    """Weights of several blocks with a smaller one at the edge, where transformers is the reader; else "".
+
+    Source: transformers 5.19 ``Fp8Dequantize`` takes rows / blocks for the height of a block, which is not 128 then.
+    """
+    if component.kind != "transformers" or scheme not in BLOCK_SCHEMES:
+        return ""
+    edged = [
+        tensor
+        for tensors in shards
+        for tensor in tensors
+        if tensor.quantize
+        and any(n > b and n % b for n, b in zip(tensor.shape, BLOCK, strict=True))
+    ]
+    if not edged:
+        return ""
+    shape = "x".join(map(str, edged[0].shape))
+    return (
+        f"{len(edged)} weights end in a smaller block ({quoted(edged[0].name)}, {shape}): transformers, where it "
+        "dequantizes (always without a GPU), refuses or misreads them; per_channel it reads right"
+    )
 
 
 def fused_block_warning(

@@ -414,9 +414,18 @@ def test_fused_parts_of_uneven_blocks_are_named(rows: int, warned: bool) -> None
     """With a block scheme, a fused layer whose parts end within a block is warned about, by name."""
     source = checkpoint({ONE: linears(Q, K, V, "layers.0.o", shape=(rows, 64))})
     more = set(make_plan(source, scheme="block").warnings) - set(make_plan(source).warnings)
-    assert [("1 fused layers" in w and "layers.0.attn.qkv_proj" in w) for w in more] == (
-        [True] if warned else []
-    )
+    fused = [w for w in more if "fused layers" in w]
+    assert ["1 fused" in w and "layers.0.attn.qkv_proj" in w for w in fused] == [True] * warned
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(80, 0), (128, 0), (144, 1), (256, 0), (10944, 1)])
+def test_smaller_blocks_at_the_edge_are_told(rows: int, warned: int) -> None:
+    """Where transformers is the reader, weights of several blocks that are not all whole are warned about."""
+    source = checkpoint({ONE: linears("layers.0.o", shape=(rows, 64))})
+    told = [w for w in make_plan(source, scheme="block").warnings if "smaller block" in w]
+    assert len(told) == warned
+    assert all('"layers.0.o.weight"' in warning for warning in told)
+    assert not any("smaller block" in w for w in make_plan(source, scheme="per_channel").warnings)
 
 
 @pytest.mark.parametrize(
