@@ -30,6 +30,9 @@ _RUNTIME_NAME_CLASSES = frozenset(
 )
 """Classes that direct mmap takes under the runtime's own names only."""
 
+_CHECKPOINT_NAME_CLASSES = frozenset({"MiniMaxH3DiT", "MiniMaxH3DiTModel"})
+"""Classes that the engine itself maps under a checkpoint's names."""
+
 _SCHEMES_OF_CONFIG = {"fp8": "per_tensor", "compressed-tensors": "per_channel"}
 
 
@@ -142,6 +145,11 @@ def _direct_mmap(
     view: ViewFacts, installed: Mapping[str, str], says: list[str], change: list[str]
 ) -> None:
     """Say whether DLO will map the view, and what keeps it from doing so."""
+    if view.class_name not in _RUNTIME_NAME_CLASSES | _CHECKPOINT_NAME_CLASSES:
+        says.append(
+            "DLO was not measured with this class: it uses the ordinary loader for most of them"
+        )
+        return
     missing: list[str] = []
     if view.class_name in _RUNTIME_NAME_CLASSES and view.names != "runtime":
         missing.append("--names runtime")
@@ -154,9 +162,9 @@ def _direct_mmap(
         missing.append(f"{' and '.join(wrong)} (what the plugin knows)")
     if not missing:
         says.append("DLO maps it directly")
-    elif view.scheme == "per_tensor" and view.class_name not in _RUNTIME_NAME_CLASSES:
-        says.append("without the plugin DLO's direct mmap leaves FP8 linears unfinished")
-        change.append(f"for DLO: {', '.join(missing)}")
+    elif view.scheme.startswith("block") and view.class_name in _CHECKPOINT_NAME_CLASSES:
+        says.append("DLO maps it and computes with unordered rows outside of the streamed blocks")
+        change.append(f"with DLO: {', '.join(missing)}; or start without DLO")
     else:
-        says.append("DLO uses the ordinary loader or leaves resident modules untransformed")
+        says.append("DLO uses the ordinary loader")
         change.append(f"for direct mmap: {', '.join(missing)}")

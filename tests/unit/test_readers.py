@@ -14,7 +14,8 @@ from fp8fs.core.readers import ViewFacts, advise
 from fp8fs.errors import SourceInvalidError, UsageError
 from fp8fs.integrations import vllm_omni
 
-OMNI = {"vllm-omni": "0.30.0", "vllm": "0.30.0", "fp8fs": "1"}
+ALONE = {"vllm-omni": "0.30.0", "vllm": "0.30.0"}
+OMNI = ALONE | {"fp8fs": "1"}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_the_table(
         (OMNI, "runtime", True, ""),
         (OMNI, "checkpoint", True, "--names runtime"),
         (OMNI, "runtime", False, "a mount"),
-        ({"vllm-omni": "0.30.0", "vllm": "0.30.0"}, "runtime", True, "pip install"),
+        (ALONE, "runtime", True, "pip install"),
         (OMNI | {"vllm": "0.32.0"}, "runtime", True, "vllm 0.30.0"),
     ],
 )
@@ -59,6 +60,30 @@ def test_direct_mmap_needs_names_plugin_and_known_releases(
     assert ("maps it directly" in advice.says) == (not missing)
     assert missing in advice.change
     assert bool(missing) == bool(advice.change)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "scheme", "installed", "says", "change"),
+    [
+        ("MiniMaxH3DiTModel", "per_tensor", OMNI, "maps it directly", ""),
+        ("MiniMaxH3DiTModel", "per_tensor", ALONE, "uses the ordinary loader", "for direct mmap"),
+        ("MiniMaxH3DiTModel", "block", OMNI, "maps it directly", ""),
+        ("MiniMaxH3DiTModel", "block", ALONE, "unordered rows", "start without DLO"),
+        ("MiniMaxH3DiT", "block_free", ALONE, "unordered rows", "start without DLO"),
+        ("QwenImageTransformer2DModel", "block", ALONE, "uses the ordinary loader", "--names"),
+        ("FluxTransformer2DModel", "per_tensor", OMNI, "not measured with this class", ""),
+        ("FluxTransformer2DModel", "block", ALONE, "not measured with this class", ""),
+    ],
+)
+def test_direct_mmap_by_class(
+    class_name: str, scheme: str, installed: dict[str, str], says: str, change: str
+) -> None:
+    """Direct mmap is promised for the measured classes alone; what each does without the plugin is what was measured."""
+    view = ViewFacts("diffusers", scheme, "checkpoint", class_name, is_view=True)
+    (advice,) = advise(view, installed)
+    assert (advice.applied, says in advice.says) == ("yes", True), advice
+    assert ("maps it directly" in advice.says) == (says == "maps it directly")
+    assert change in advice.change
 
 
 def test_another_release_is_said() -> None:
