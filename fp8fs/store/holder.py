@@ -32,8 +32,10 @@ class Holder:
         self._io = io
         self._fd = fd
         self._text = holder_text()
-        io.ftruncate(fd, 0)
         self._beat()
+        io.ftruncate(
+            fd, len(self._text)
+        )  # never empty on the way: that would say that nobody holds it
 
     def _beat(self) -> None:
         self._beaten = time.monotonic()
@@ -96,13 +98,14 @@ def is_abandoned(io: FsIo, folder: Path, now_ns: int) -> bool:
 
 
 def _started(pid: str) -> str:
-    """When a process began, in the kernel's ticks; "gone" if there is none of that number."""
+    """When a process began, in the kernel's ticks; "gone" if none of that number runs (a zombie does not)."""
     if not re.fullmatch("[0-9]{1,10}", pid):
         return "gone"
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "gone"
+    return "gone" if fields[0] in "ZX" else fields[19]
 
 
 def _machine() -> str:

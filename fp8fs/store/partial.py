@@ -163,11 +163,11 @@ class Partial:
         """Read what others have journaled since. Raises: Published."""
         if self._sealed:
             raise Published
-        if self._holder is not None:
-            self._holder.beat()
         with storing(f"cannot read the journal of shard {self.spec.object_id}"):
             if not self._is_current():
                 raise Published
+            if self._holder is not None:
+                self._holder.beat()
             with self._mutex:
                 self.records.update(self._journal.read_new())
 
@@ -313,9 +313,14 @@ class Partial:
         except StoreError as err:
             log.warning("%s; units behind the last barrier are checked at the next use", err)
         finally:
-            if self._holder is not None:
-                self._holder.release()
+            self._release()
             stack.close()
+
+    def _release(self) -> None:
+        """Let others go on with a private partial, unless it is theirs already: then its lock file speaks of them."""
+        with suppress(OSError):
+            if self._holder is not None and is_named(self._io, self._dir_fd, self.path):
+                self._holder.release()
 
     def _give_up(self) -> None:
         """Remove what cannot be trusted or is worth nothing, unless others still work on it (their own sync will tell them)."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import xxhash
@@ -629,6 +630,73 @@ def test_a_live_holder_that_was_succeeded_does_no_damage(root: Path) -> None:
     assert path.read_bytes() == toy.whole()
     assert store.verify_object(toy.spec.object_id, toy.spans) == []
     assert os.listdir(root / "v1" / "partial") == []
+
+
+def test_who_was_succeeded_says_nothing_of_its_successor(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for gone by mistake, it neither beats for its successor nor lets go of what is not its own any more."""
+    monkeypatch.setattr("fp8fs.store.holder.BEAT_S", 0.0)
+    toy = Toy()
+    store = Store.open(root, io=Lockless())
+    with toy.open(store) as first:
+        toy.make(first, 0)
+        (folder,) = root.glob("v1/partial/*")
+        (folder / "lock").write_text("")
+        with toy.open(store) as second:
+            (lock,) = root.glob("v1/partial/*/lock")
+            lock.write_text("the successor")
+            with pytest.raises(Published):
+                first.refresh()
+            first.close()
+            assert lock.read_text() == "the successor"
+            second.refresh()
+            with toy.open(store) as third:
+                assert not third.records
+
+
+def test_the_lock_of_a_live_holder_is_never_empty(root: Path) -> None:
+    """At no moment of taking a partial over does its lock file say that nobody holds it."""
+
+    class Looking(Lockless):
+        seen: ClassVar[list[str]] = []
+
+        def pwrite_once(self, fd: int, data: memoryview, file_offset: int) -> int:
+            self.look()
+            return super().pwrite_once(fd, data, file_offset)
+
+        def ftruncate(self, fd: int, size: int) -> None:
+            super().ftruncate(fd, size)
+            self.look()
+
+        def look(self) -> None:
+            self.seen.extend(lock.read_text() for lock in root.glob("v1/partial/*/lock"))
+
+    toy = Toy()
+    left_behind(root, toy, in_another_life() + "\nwhat a longer text leaves", None)
+    partial = toy.open(Store.open(root, io=Looking()))
+    assert len(Looking.seen) > 1
+    assert "" not in Looking.seen
+    assert [lock.read_text() for lock in root.glob("v1/partial/*/lock")] == [me()]
+    partial.close()
+
+
+def test_a_zombie_holds_nothing(root: Path) -> None:
+    """A holder that has ended is gone even if nobody asked for its exit code, as in a container without an init."""
+    toy = Toy()
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        left_behind(root, toy, f"{child.pid} {started} {me().split()[2]}\n", None)
+        with toy.open(Store.open(root, io=Lockless())) as apart:
+            assert not apart.records
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with toy.open(Store.open(root, io=Lockless())) as partial:
+            assert sorted(partial.records) == [0, 1]
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_holder_beats(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
