@@ -8,6 +8,7 @@ would take a quarter of a second to be imported.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -38,6 +39,8 @@ _CTYPES: dict[str, Any] = {
     "n": ctypes.c_int64,
 }
 _DIGEST_BYTES = 16
+_loads = itertools.count()
+"""Numbers what is linked: LLVM takes a library's name once in a process, even when the library is gone."""
 
 
 class MachineCode(msgspec.Struct, frozen=True):
@@ -82,7 +85,7 @@ def load(code: MachineCode) -> Kernel:
     for symbol in code.unused:
         library.import_symbol(symbol, _abort())
     linked = library.export_symbol(code.symbol).link(
-        _linker(), f"{code.name}-{code.dtype}-{id(code):x}"
+        _linker(), f"{code.name}-{code.dtype}-{next(_loads)}"
     )
     types = [_CTYPES[letter] for letter in PARAMETERS[code.name]]
     kernel: Any = ctypes.CFUNCTYPE(ctypes.c_uint32, *types)(linked[code.symbol])

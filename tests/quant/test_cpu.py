@@ -123,6 +123,15 @@ def test_cache_is_used(tmp_path: Path) -> None:
     assert [(path, path.stat().st_mtime_ns) for path in files(tmp_path)] == before
 
 
+def test_a_kept_kernel_is_loaded_any_number_of_times(tmp_path: Path) -> None:
+    """Builds one after the other, in one process, each link the kept kernel anew when the one before has gone."""
+    quantized(CpuQuantizer(tmp_path))
+    for _ in range(50):
+        code = kernel_cache.read(tmp_path, "quantize_rows", "BF16")
+        assert code is not None
+        machine_code.load(code)  # RuntimeError if LLVM knows the name already
+
+
 def test_kept_kernels_need_no_numba(tmp_path: Path) -> None:
     """Once a kernel is kept, a process that runs it imports LLVM, and neither numba nor numpy."""
     quantized(CpuQuantizer(tmp_path))
