@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "CHECKPOINTS.md").read_text()
-ENTRIES = re.findall(r"^- .+$", PAGE, re.MULTILINE)
+ENTRIES = re.findall(r"^- .+(?:\n(?:  .*)?)*", PAGE, re.MULTILINE)
+"""With the indented lines that go on with them."""
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
