@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 import xxhash
 
@@ -26,7 +27,7 @@ from fp8fs.errors import (
     StoreError,
     StoreFullError,
 )
-from fp8fs.store.fsio import FsIo
+from fp8fs.store.fsio import FsIo, StrPath
 from fp8fs.store.holder import holder_text
 from fp8fs.store.store import Published, Store, UnitRecord
 from fp8fs.store.types import PREAMBLE
@@ -73,6 +74,55 @@ def test_a_sealed_object_has_the_planned_bytes_and_attributes(store: Store) -> N
     assert (info.st_uid, info.st_gid) == (os.getuid(), os.getgid())
     assert store.list_partials() == []
     assert os.listdir(store.root / "v1" / "tmp") == []
+
+
+@needs_root
+def test_a_sealed_object_belongs_to_the_owner_of_its_sources(store: Store) -> None:
+    """Owner and group are those that the plan names, not ours; lost in a copy of the store, they are given back."""
+    toy = Toy()
+    toy.spec = msgspec.structs.replace(toy.spec, uid=NOBODY, gid=NOBODY - 1)
+    path, _ = toy.build(store)
+    for _ in range(2):
+        info = path.stat()
+        assert (info.st_uid, info.st_gid) == (NOBODY, NOBODY - 1)
+        os.chown(path, 0, 0)
+        assert store.find_object(toy.spec) == path
+
+
+def test_a_publication_syncs_before_the_name_and_after_it(root: Path) -> None:
+    """Nothing of the data or its attributes changes between its last sync and the rename; the folder is synced behind it."""
+    steps: list[tuple[str, str]] = []
+
+    class Noting(FsIo):
+        def note(self, what: str, fd: int) -> None:
+            steps.append((what, Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+
+        def pwrite_once(self, fd: int, data: memoryview, file_offset: int) -> int:
+            self.note("change", fd)
+            return super().pwrite_once(fd, data, file_offset)
+
+        def fchmod(self, fd: int, mode: int) -> None:
+            self.note("change", fd)
+            super().fchmod(fd, mode)
+
+        def futime(self, fd: int, mtime_ns: int) -> None:
+            self.note("change", fd)
+            super().futime(fd, mtime_ns)
+
+        def fsync(self, fd: int) -> None:
+            self.note("sync", fd)
+            super().fsync(fd)
+
+        def rename(self, source: StrPath, dest: StrPath, **folders: int | None) -> None:
+            steps.append(("rename", str(source)))
+            super().rename(source, dest, **folders)
+
+    toy = Toy()
+    path, _ = toy.build(Store.open(root, io=Noting()))
+    at = steps.index(("rename", "data"))
+    assert [what for what, name in steps[:at] if name == "data"][-2:] == ["change", "sync"]
+    assert ("change", "data") not in steps[at:]
+    assert steps[at + 1] == ("sync", path.parent.name)
 
 
 def test_the_record_tells_units_digest_and_facts(store: Store) -> None:
@@ -324,6 +374,28 @@ def test_a_damaged_object_is_a_miss_and_is_set_aside(store: Store, harm: str) ->
     assert not os.path.lexists(path)
     path, made = toy.build(store)
     assert (made, path.read_bytes()) == ([0, 1, 2, 3, 4], toy.whole())
+
+
+def test_an_object_that_cannot_be_opened_is_no_miss(store: Store) -> None:
+    """A disk that fails to open an object, or the record beside it, is an error: nothing is made again over it or set aside."""
+    toy = Toy()
+    path = object_of(store, toy)
+
+    class Failing(FsIo):
+        suffix = ""
+
+        def open(self, path: StrPath, flags: int, mode: int = 0o600, **where: int | None) -> int:
+            if str(path).endswith(self.suffix):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(path, flags, mode, **where)
+
+    for suffix in (".safetensors", ".json"):
+        io = Failing()
+        io.suffix = f"/{toy.spec.object_id}{suffix}"
+        with pytest.raises(StoreError, match="Input/output error"):
+            Store.open(store.root, io=io).find_object(toy.spec)
+        assert path.exists()
+        assert store.record(toy.spec.object_id) is not None
 
 
 def test_a_record_without_an_object_is_a_miss(store: Store) -> None:
