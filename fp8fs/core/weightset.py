@@ -308,9 +308,12 @@ def _is_adapter(stem: str) -> bool:
 
 
 def _numbered(folder: str, stem: str, sharded: Mapping[int, Mapping[int, str]]) -> list[str]:
-    """The files of a set without an index, told from their "-3-of-7": the first complete one."""
+    """The files of a set without an index, told from their "-3-of-7": the first complete one.
+
+    Some count from 0 to 7. From 0 to 6 may be all or not.
+    """
     for count, shards in sorted(sharded.items()):
-        if set(shards) == set(range(1, count + 1)):
+        if set(shards) - {0} == set(range(1, count + 1)):
             return list(shards.values())
     count, shards = min(sharded.items())
     missing = next((n for n in range(1, count + 1) if n not in shards), None)

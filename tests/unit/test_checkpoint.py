@@ -313,6 +313,9 @@ def test_a_numbered_set_must_be_complete():
     assert "shard 1 of 2 of model is missing" in Tree().add("t/" + S2, ("a",)).refusal()
     beyond = Tree().add("m-1-of-1.safetensors").add("m-2-of-1.safetensors")
     assert "beyond their count of 1" in beyond.refusal()
+    zero = "model-00000-of-00002.safetensors"
+    assert Tree().add(zero, ("z",)).add(S1, ("a",)).add(S2, ("b",)).one().shards == (zero, S1, S2)
+    assert "shard 2 of 2" in Tree().add(zero, ("z",)).add(S1, ("a",)).refusal()
 
 
 def test_several_indexes_of_equal_standing_are_refused():
