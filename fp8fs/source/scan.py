@@ -95,8 +95,9 @@ def _refuse_view(root: str) -> None:
 
 
 def _is_repository(folder: str) -> bool:
-    """Whether a folder is laid out as a repository of the HF cache."""
-    return all(os.path.isdir(os.path.join(folder, part)) for part in ("blobs", "snapshots"))
+    """Whether a folder is laid out as a repository of the HF cache; a copy that followed its links may have no blobs."""
+    has = {part for part in ("blobs", "refs", "snapshots") if os.path.isdir(f"{folder}/{part}")}
+    return "snapshots" in has and len(has) > 1
 
 
 def _refuse_cache(folder: str) -> None:

@@ -55,6 +55,21 @@ def test_a_cache_is_served_as_its_snapshot(
 
 
 @pytest.mark.fuse
+def test_a_copy_of_a_cache_without_blobs_is_a_cache(
+    mount: Callable[..., Path], repository: Path, place: Path
+) -> None:
+    """Copied with its links followed, it still means the snapshot of refs/main, and not all revisions at once."""
+    model(place / "next", second=7)
+    hf_cache(place / "hub", place / "next", revision="def")
+    copy = place / "copy"
+    shutil.copytree(repository, copy)
+    shutil.rmtree(copy / "blobs")
+    dst = mount(copy)
+    check_files(dst, {S1: named(A), S2: named(B, seed=7)}, {A, B}, "per_channel")
+    assert not (dst / "snapshots").exists()
+
+
+@pytest.mark.fuse
 def test_all_ways_to_a_model_are_one_plan(fp8fs: Fp8fs, repository: Path, place: Path) -> None:
     """Repository, snapshot and a link to either give one plan and one tree."""
     (place / "link").symlink_to(repository / "snapshots" / "abc")
