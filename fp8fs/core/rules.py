@@ -29,11 +29,12 @@ EXCLUDED_WORDS: tuple[tuple[str, str], ...] = (
     (r"ada_?ln|ada_?norm|modulation|scale_shift", "modulation"),
     (r"(^|[._])mod(_[^.]*)?(\.|$)", "modulation"),  # img_mod.1, txt_mod.linear, time_mod_proj
     (r"norm[^.]*\.linear(_#+)?$", "modulation"),  # norm1.linear, norm1_context.linear
-    (r"embed", "embedding or embedder"),
+    (r"embed|(^|[._])emb([._]|$)", "embedding or embedder"),  # time_emb_proj, emb_layers.1
     (r"(^|\.)(wte|wpe)$", "embedding or embedder"),
     (r"relative_attention_bias|position_bias|rel_pos", "position table"),
     (r"(^|\.)(time|text|timestep|caption|guidance)_proj[^.]*(\.|$)", "embedding or embedder"),
     (r"(^|\.)(img|txt|text|time|vector|guidance)_in(\.|$)|guidance", "embedding or embedder"),
+    (r"(^|\.)(context|caption|text|token)_refiner(\.|$)", "refiner of the text"),
     (r"(^|\.)norm_out(\.|$)", "final projection"),
     (r"(^|\.)(final_[^.]*|head|heads)(\.|$)", "final projection"),
     (r"(^|\.)proj_(in|out)$", "first or final projection"),

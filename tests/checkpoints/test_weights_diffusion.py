@@ -175,6 +175,43 @@ KINDS: dict[str, tuple[Kind, Sequence[tuple[str, tuple[str, ...]]]]] = {
         ),
         [("transformer_blocks.0.attn1", QKV)],
     ),
+    "SDXL, not known": (
+        Kind(
+            {"_class_name": "UNet2DConditionModel"},
+            [
+                *weights("down_blocks.1.attentions.0.transformer_blocks.0.attn1", *QKV),
+                *weights("down_blocks.1.attentions.0.transformer_blocks.0.ff", *FF),
+            ],
+            [
+                *weights("down_blocks.1.attentions.0", "proj_in", "proj_out"),
+                *weights("down_blocks.1.resnets.0", "time_emb_proj"),
+                *weights("input_blocks.1.0.emb_layers", "1"),
+                *embedders("", "time_embedding", "add_embedding"),
+            ],
+            {
+                "conv_in.weight": ("BF16", (32, 4, 3, 3)),
+                "down_blocks.1.resnets.0.conv_shortcut.weight": ("BF16", (32, 32, 1, 1)),
+            },
+        ),
+        [("down_blocks.1.attentions.0.transformer_blocks.0.attn1", QKV)],
+    ),
+    "Lumina 2, not known": (
+        Kind(
+            {"_class_name": "Lumina2Transformer2DModel"},
+            [
+                *weights("layers.0.attn", *QKV, "to_out.0"),
+                *weights("layers.0.feed_forward", "linear_1", "linear_2"),
+            ],
+            [
+                *weights("layers.0", "norm1.linear"),
+                *weights("context_refiner.0.attn", *QKV),
+                *embedders("time_caption_embed", "timestep_embedder"),
+                *weights("norm_out", "linear_1", "linear_2"),
+                "x_embedder.weight",
+            ],
+        ),
+        [("layers.0.attn", QKV)],
+    ),
     "a first publication's names": (
         Kind(
             {"_class_name": "HYVideoDiffusionTransformer"},
