@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -396,6 +397,20 @@ def test_an_object_that_cannot_be_opened_is_no_miss(store: Store) -> None:
             Store.open(store.root, io=io).find_object(toy.spec)
         assert path.exists()
         assert store.record(toy.spec.object_id) is not None
+
+
+def test_a_record_that_contradicts_itself_is_a_miss(store: Store) -> None:
+    """Units and shard digest belong together: a record whose checksum is right and whose digests are not is no record."""
+    toy = Toy()
+    path = object_of(store, toy)
+    record = path.with_suffix(".json")
+    units = [toy.record(unit).data_digest for unit in (0, 2)]
+    swapped = record.read_bytes().replace(units[0].encode(), units[1].encode())
+    value = swapped.partition(b'"value":')[2].removesuffix(b"}\n")
+    record.write_bytes(b'{"crc32":"%08x","value":%b}\n' % (zlib.crc32(value), value))
+    assert store.record(toy.spec.object_id) is not None
+    assert store.find_object(toy.spec) is None
+    assert toy.build(store)[1] == [0, 1, 2, 3, 4]
 
 
 def test_a_record_without_an_object_is_a_miss(store: Store) -> None:

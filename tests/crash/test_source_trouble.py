@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -275,6 +276,53 @@ def test_what_is_no_model_any_more_is_refused(src: Path, room: Path, trouble: Tr
     trouble(src)
     with pytest.raises(SourceInvalidError, match=r"^[^\n]+$"):
         assemble(src, RECIPE, room / "store", device="cpu").close()
+
+
+@contextmanager
+def bad_sectors(nth: int, *, persistent: bool) -> Iterator[list[int]]:
+    """The *nth* read of a weight fails, and with *persistent* all later ones. Yields the count of reads."""
+    reads = [0]
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+        if not flags:  # else a look at the page cache
+            reads[0] += 1
+            if reads[0] == nth or (persistent and reads[0] > nth):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, at, flags)
+
+    with mock.patch.object(os, "preadv", preadv):
+        yield reads
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(("serve", "grain"), [("handoff", "shard"), ("inline", "tensor")])
+def test_a_bad_sector_of_the_source(
+    world: World, room: Path, serve: str, grain: str, persistent: bool
+) -> None:
+    """Whichever read of a weight fails: right bytes or one EIO that names file and byte, and nothing else is stored."""
+    errors: list[SourceInvalidError] = []
+    for nth in itertools.count(1, 1 if LONG else 4):
+        root = room / "store"
+        shutil.rmtree(root, ignore_errors=True)
+        with (
+            assemble(world.src, RECIPE, root, device="cpu", workers=1, grain=grain) as made,
+            bad_sectors(nth, persistent=persistent) as reads,
+        ):
+            view = made.view(serve=serve, grain=grain, bound=False)
+            for name, wanted in world.bytes.items():
+                try:
+                    assert read_shard(view, name) == wanted
+                except SourceInvalidError as err:
+                    errors.append(err)
+        check_store_is_old(world, root)
+        check_what_is_left_is_old(world, root, world.src)
+        if reads[0] < nth:
+            break
+    assert errors
+    assert {error.errno for error in errors} == {errno.EIO}
+    says = re.compile(r"\.safetensors: cannot be read at byte \d+: Input/output error")
+    assert all(says.search(str(error)) for error in errors)
 
 
 @pytest.mark.parametrize("name", ["{}.incomplete", ".cache/huggingface/download/{}.abc.incomplete"])
