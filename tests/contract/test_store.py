@@ -30,6 +30,7 @@ from fp8fs.errors import (
 )
 from fp8fs.store.fsio import FsIo, StrPath
 from fp8fs.store.holder import holder_text
+from fp8fs.store.journal import scan_journal
 from fp8fs.store.store import Published, Store, UnitRecord
 from fp8fs.store.types import PREAMBLE
 from tests.storing import Toy, snapshot
@@ -303,6 +304,26 @@ def test_a_damaged_partial_is_recovered(store: Store, harm: str) -> None:
     assert 4 in made
     if harm in ("data longer", "no lock", "other preamble", "foreign"):
         assert made == [4]
+
+
+def test_one_bit_of_a_journal_invents_nothing(store: Store) -> None:
+    """Whichever bit is flipped, in a line that a barrier covers, too: no unit and no barrier but the true ones is read."""
+    toy = Toy()
+    toy.finished(store, [0, 1, 2])
+    journal = journal_of(store, toy)
+    whole = journal.read_bytes()
+    true = [toy.record(unit) for unit in (0, 1, 2)]
+    covered = scan_journal(whole, 0, 5).covered
+    assert covered > whole.rindex(b"[2,")
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        scan = scan_journal(bytes(flipped), 0, 5)
+        assert all(record in true for _, record in scan.units)
+        assert scan.covered in (0, covered)
+    journal.write_bytes(whole.replace(b"[1,", b"[4,"))
+    with toy.open(store) as partial:
+        assert sorted(partial.records) == [0, 2]
 
 
 def test_a_sealer_that_died_before_the_rename_costs_nothing(store: Store) -> None:
