@@ -326,6 +326,20 @@ def test_one_bit_of_a_journal_invents_nothing(store: Store) -> None:
         assert sorted(partial.records) == [0, 2]
 
 
+def test_a_journal_of_another_shard_is_not_believed(store: Store) -> None:
+    """Whole, covered by a barrier, and of somebody else: its units are read back, and none of them is kept."""
+    toy, other = Toy(), Toy("ffff")
+    toy.finished(store, range(4))
+    other.finished(store, range(4))
+    journal_of(store, toy).write_bytes(
+        (store.root / "v1" / "partial" / "ffff" / "journal").read_bytes()
+    )
+    path, made = toy.build(store)
+    assert made == [0, 1, 2, 3, 4]
+    assert path.read_bytes() == toy.whole()
+    assert store.verify_object(toy.spec.object_id, toy.spans) == []
+
+
 def test_a_sealer_that_died_before_the_rename_costs_nothing(store: Store) -> None:
     """Attributes set (no write bits) but not renamed: the partial opens again, and nothing is made twice."""
     toy = Toy()
@@ -705,6 +719,19 @@ def test_who_is_gone_is_succeeded_without_locks(
     assert made == ([2, 3, 4] if taken else [0, 1, 2, 3, 4])
     assert path.read_bytes() == toy.whole()
     assert len(os.listdir(root / "v1" / "partial")) == (0 if taken else 1)
+
+
+def test_what_a_living_process_closed_is_gone_on_with_without_locks(root: Path) -> None:
+    """Closed is released: the next one need not wait for the process to end, nor for its heartbeat to fall silent."""
+    toy = Toy()
+    store = Store.open(root, io=Lockless())
+    with toy.open(store) as partial:
+        toy.make(partial, 0)
+        toy.make(partial, 1)
+        with toy.open(store) as apart:
+            assert not apart.records
+    assert toy.build(store)[1] == [2, 3, 4]
+    assert os.listdir(root / "v1" / "partial") == []
 
 
 def test_gc_takes_what_nobody_holds_without_locks(root: Path) -> None:
