@@ -56,7 +56,7 @@ def test_vllm_per_tensor_equals_online(
     assert stored == generate_from_source("llama", "--quantization", "fp8", "--shim")
 
 
-@pytest.mark.parametrize("model", [*MODELS, VISION])
+@pytest.mark.parametrize("model", [*MODELS, VISION, "llama-edges"])
 def test_vllm_block_equals_the_dequantized_model(
     model: str, mounted: Mount, llm_source: Source, generate: Generate, tmp_path: Path
 ) -> None:

@@ -33,6 +33,8 @@ BASE = {
 # Name -> (config class, model class, what differs from BASE).
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    # Of o_proj the rows, of q, k, v, gate and up the columns end in half a block.
+    "llama-edges": ("LlamaConfig", "LlamaForCausalLM", {"hidden_size": HIDDEN + 64}),
     "llama-tied": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
