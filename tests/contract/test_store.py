@@ -506,6 +506,30 @@ def test_set_aside_makes_an_object_a_miss(store: Store) -> None:
     assert store.usage().damaged_bytes > 0
 
 
+def test_what_replaced_a_damaged_object_is_not_set_aside(root: Path) -> None:
+    """Two find the damage, one makes the object again before the other acts: what goes is what was judged, not the new one."""
+    toy = Toy()
+    path, _ = toy.build(Store.open(root))
+
+    class Late(FsIo):
+        """Before it sets anything aside, somebody else has done so and made the object again."""
+
+        late = True
+
+        def try_flock(self, fd: int, *, exclusive: bool) -> bool:
+            if self.late and os.readlink(f"/proc/self/fd/{fd}").endswith("/damaged/lock"):
+                self.late = False
+                assert toy.build(Store.open(root))[1] == [0, 1, 2, 3, 4]
+            return super().try_flock(fd, exclusive=exclusive)
+
+    damage(path, 20, b"X")
+    io = Late()
+    assert Store.open(root, io=io).find_object(toy.spec) is None
+    assert not io.late
+    assert Store.open(root).find_object(toy.spec) == path
+    assert path.read_bytes() == toy.whole()
+
+
 def test_lost_attributes_are_given_back(store: Store) -> None:
     """A store that was copied without them gets mode and mtime back before an object is served."""
     toy = Toy()
