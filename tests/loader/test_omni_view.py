@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.loader.mounts import MountedView
+from tests.loader.mounts import MountedView, cold_and_warm
 from tests.loader.omni import Omni, Result, assert_right, digests
-from tests.loader.reference_pipeline import read_tensors
+from tests.loader.reference_pipeline import read_tensors, write_fp8_pipeline
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
 
@@ -31,10 +32,47 @@ KEPT = {
 }
 """Model -> linears that stay for quality, although the engine would build them as FP8."""
 
+COPIED = {"h3": ["transformer.token_refiner.blocks.0.attn.qkv_proj"]}
+"""Model -> linears outside of the streamed blocks whose rows are put in order: no view of the file can show those."""
+
 
 def everything(facts: dict[str, Any]) -> list[str]:
     """Options with which a view quantizes every linear that the engine builds as FP8, quality exclusions too."""
     return [word for linear in facts["fp8_linears"] for word in ("--quantize", f"{linear}.weight")]
+
+
+def assert_as_written_offline(
+    view: MountedView,
+    model: str,
+    source: Path,
+    facts: dict[str, Any],
+    offline: Path,
+    *,
+    runtime_names: bool,
+) -> None:
+    """The view of blocks has the tests' own conversion of the source, byte for byte: scales in the runtime's row order.
+
+    What an engine computes with cannot tell: it is right with any scale that fits the bytes stored beside it.
+    """
+    chosen = {"fp8_linears": set(facts["fp8_linears"]) - KEPT.get(model, set())}
+    write_fp8_pipeline(
+        source,
+        offline,
+        model=model,
+        scheme="block",
+        facts=facts | chosen,
+        runtime_names=runtime_names,
+    )
+    expected = read_tensors(offline / "transformer")
+    shown = read_tensors(view.path / "transformer")
+    assert shown.keys() == expected.keys()
+    for name, tensor in shown.items():
+        assert (name, tensor.dtype, tensor.shape) == (
+            name,
+            expected[name].dtype,
+            expected[name].shape,
+        )
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(
@@ -70,6 +108,7 @@ def test_it_is_mapped_cold_and_warm_and_equals_online_fp8(
     built = {name.partition(".")[2] for name in online["fp8_linears"]}
     assert built == set(facts["fp8_linears"]) - KEPT.get(model, set())
     for result in (*cold, *warm):
+        assert result["copied"] == COPIED.get(model, [])
         assert result["fp8_linears"] == online["fp8_linears"]
         assert digests(result) == digests(online)
 
@@ -115,41 +154,66 @@ def test_ordinary_loader_without_the_plugin(
     omni_online: Online,
     tmp_path: Path,
 ) -> None:
-    """Without the plugin the ordinary loader reads a cold view, of either names and serve mode, and ends with the
-    tensors of online FP8."""
+    """Without the plugin the ordinary loader reads a view, cold and warm, of either names and serve mode, and ends with
+    the tensors of online FP8."""
     view = mounted(omni_source(model)[0], "--scheme", "per_tensor", *options)
-    (result,) = omni.load(view.path, model=model, world=1, workdir=tmp_path / "ordinary")
+    (result,) = cold_and_warm(
+        view, lambda path: omni.load(path, model=model, world=1, workdir=tmp_path / "ordinary")
+    )
     assert not result["mapped"]
     assert_right([result])
-    view.assert_made_once()
     assert digests(result) == digests(omni_online(model, view.ignored_layers()))
 
 
 @pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("model", ["h3", "wan", "qwen"])
 def test_world_sizes(
-    world: int, omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+    model: str,
+    world: int,
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    omni_online: Online,
+    plugin: Path,
+    tmp_path: Path,
 ) -> None:
-    """One rank and four at once read a cold view; each tensor is made once."""
-    view = mounted(omni_source("h3")[0], "--scheme", "per_tensor")
-    results = omni.load(view.path, model="h3", world=world, workdir=tmp_path / "run", site=plugin)
+    """One rank and four at once map a view, cold and warm, and compute what online FP8 does; each tensor is made once."""
+    view = mounted(omni_source(model)[0], "--scheme", "per_tensor", *MAPPED[model])
+    results = cold_and_warm(
+        view,
+        lambda path: omni.load(
+            path, model=model, world=world, workdir=tmp_path / "run", site=plugin
+        ),
+    )
     assert_right(results)
     assert all(result["mapped"] and result["group_size"] == world for result in results)
-    view.assert_made_once()
-    assert len({digests(result) for result in results}) == 1
+    online = omni_online(model, view.ignored_layers())
+    assert {digests(result) for result in results} == {digests(online)}
 
 
-@pytest.mark.parametrize("model", ["h3", "wan22"])
+@pytest.mark.parametrize("model", ["h3", "wan22", "qwen"])
 def test_rank_local(
-    model: str, omni: Omni, mounted: Mount, omni_source: Source, plugin: Path, tmp_path: Path
+    model: str,
+    omni: Omni,
+    mounted: Mount,
+    omni_source: Source,
+    omni_online: Online,
+    plugin: Path,
+    tmp_path: Path,
 ) -> None:
-    """Without AllGather each of two ranks reads all of a cold view; each tensor is made once."""
+    """Without AllGather each of two ranks maps all of a view, cold and warm, with the same ends; each tensor is made
+    once."""
     view = mounted(omni_source(model)[0], "--scheme", "per_tensor", *MAPPED[model])
-    results = omni.load(
-        view.path, "--rank-local", model=model, world=2, workdir=tmp_path / "run", site=plugin
+    results = cold_and_warm(
+        view,
+        lambda path: omni.load(
+            path, "--rank-local", model=model, world=2, workdir=tmp_path / "run", site=plugin
+        ),
     )
     assert_right(results)
     assert all(result["mapped"] and result["rank_local"] for result in results)
-    view.assert_made_once()
+    online = omni_online(model, view.ignored_layers())
+    assert {digests(result) for result in results} == {digests(online)}
 
 
 @pytest.mark.parametrize(
@@ -171,15 +235,22 @@ def test_block_is_mapped(
     plugin: Path,
     tmp_path: Path,
 ) -> None:
-    """A cold view with block scales is mapped, and the CUDA kernel classes compute right with it."""
-    view = mounted(omni_source(model)[0], "--scheme", "block", *MAPPED[model])
-    results = omni.load(
-        view.path, "--kernel", kernel, model=model, world=2, workdir=tmp_path / "run", site=plugin
+    """A view with block scales is mapped, cold and warm, and the CUDA kernel classes compute right with it."""
+    source, facts = omni_source(model)
+    view = mounted(source, "--scheme", "block", *MAPPED[model])
+    kernel_option = ("--kernel", kernel)
+    results = cold_and_warm(
+        view,
+        lambda path: omni.load(
+            path, *kernel_option, model=model, world=2, workdir=tmp_path / "run", site=plugin
+        ),
     )
     # DeepGEMM halves the scale of a block whose largest value was rounded down to a power of two, and doubles its bytes.
     assert_right(results, same_bytes=kernel != "deepgemm-block")
-    assert all(result["mapped"] for result in results)
-    view.assert_made_once()
+    copied = results[0]["fp8_linears"] if kernel == "deepgemm-block" else COPIED.get(model, [])
+    assert all(result["mapped"] and sorted(result["copied"]) == copied for result in results)
+    names = MAPPED[model] == RUNTIME
+    assert_as_written_offline(view, model, source, facts, tmp_path / "offline", runtime_names=names)
 
 
 @pytest.mark.parametrize(("model", "options"), [("h3", ("--ordinary",)), ("wan", ()), ("qwen", ())])
@@ -191,14 +262,19 @@ def test_block_loads_without_the_plugin(
     omni_source: Source,
     tmp_path: Path,
 ) -> None:
-    """The ordinary loader reads a view with block scales under the checkpoint's names."""
-    view = mounted(omni_source(model)[0], "--scheme", "block")
+    """The ordinary loader reads a view with block scales under the checkpoint's names, cold and warm."""
+    source, facts = omni_source(model)
+    view = mounted(source, "--scheme", "block")
     kernel = ("--kernel", "triton-block")
-    (result,) = omni.load(
-        view.path, *kernel, *options, model=model, world=1, workdir=tmp_path / "run"
+    (result,) = cold_and_warm(
+        view,
+        lambda path: omni.load(
+            path, *kernel, *options, model=model, world=1, workdir=tmp_path / "run"
+        ),
     )
     assert not result["mapped"]
     assert_right([result])
+    assert_as_written_offline(view, model, source, facts, tmp_path / "offline", runtime_names=False)
 
 
 def test_h3_block_without_the_plugin_shows_the_engines_own_fault(

@@ -1,6 +1,6 @@
 """One rank of a vLLM-Omni load with DLO: load a pipeline folder, stream its blocks, and look at every tensor.
 
-Reports whether the checkpoint was mapped, whether each tensor that a block sees after AllGather (and each resident
+Reports whether the checkpoint was mapped, which FP8 weights were copied out of the mapping, whether each tensor that a block sees after AllGather (and each resident
 one) is the checkpoint's, byte for byte, whether every FP8 linear can be called and is right, and digests of all of it
 that are comparable between routes (mapped, ordinary, online FP8).
 """
@@ -179,6 +179,38 @@ def _same(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
     return torch.equal(raw_bytes(tensor), raw_bytes(stored))
 
 
+def watch_copies(directory: Path) -> list[str]:
+    """A list that gets, as soon as the pipeline is mapped, every FP8 linear whose weight is not in a file's mapping."""
+    from vllm_omni.diffusion.offloader.distributed_layerwise_backend import (
+        DistributedLayerwiseOffloadBackend as Backend,
+    )
+
+    load, copied = Backend._load_weights_via_mmap, []
+
+    def load_and_look(self: Any, pipeline: torch.nn.Module, *rest: Any) -> None:
+        load(self, pipeline, *rest)
+        mappings = mapped_addresses(directory)
+        for name, module in pipeline.named_modules():
+            if "Fp8" in type(getattr(module, "quant_method", None)).__name__ and not any(
+                module.weight.data_ptr() in mapping for mapping in mappings
+            ):
+                copied.append(name)
+
+    Backend._load_weights_via_mmap = load_and_look
+    return copied
+
+
+def mapped_addresses(folder: Path) -> list[range]:
+    """Where this process has the files below a folder in its memory."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        if Path(path).is_relative_to(folder):
+            start, end = addresses.split("-")
+            found.append(range(int(start, 16), int(end, 16)))
+    return found
+
+
 def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
@@ -213,6 +245,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         return plans[-1]
 
     diffusers_loader.build_checkpoint_mmap_plan = build_and_remember
+    copied = watch_copies(options.directory)
     diffusion = omni_cpu.diffusion_config(
         options.directory,
         world=options.world,
@@ -268,6 +301,7 @@ def main(options: argparse.Namespace) -> dict[str, Any]:
         "fallback_reason": plans[0].fallback_reason if plans else "no plan was attempted",
         "bindings": len(plans[0].plan.bindings) if plans and plans[0].plan else 0,
         "mapped": mapped,
+        "copied": copied,
         "rank_local": backend._using_rank_local_mmap,
         "group_size": backend.dp_size,
         "groups": parallel_groups.members(),
