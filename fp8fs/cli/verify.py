@@ -141,11 +141,14 @@ def _verify_plan(
     from fp8fs.assembly import survey
     from fp8fs.audit import check_plan, set_aside
     from fp8fs.cli.progress import bar
+    from fp8fs.errors import StoreError
 
     with (
         survey(src, recipe, root) as found,
         bar("reading", found.view_bytes, quiet=output.quiet) as advance,
     ):
+        if found.store is None:  # "nothing made yet" would sound as if all were well
+            raise StoreError(f"nothing can be verified: {found.why_no_store}")
         audit = check_plan(found, deep=deep, device=device, workers=workers, progress=advance)
         if audit.damage and found.store is not None and found.store.writable:
             set_aside(found.store, audit.damage, found.tree)

@@ -351,6 +351,15 @@ def test_exit_codes_tell_damage_from_a_bad_disk(
     assert run()[0] == 0
 
 
+def test_a_store_that_cannot_be_looked_at_is_not_called_sound(world: World, room: Path) -> None:
+    """``fp8fs verify SRC`` of a store that is refused, or does not answer, ends with its reason and 29, not with "no damaged"."""
+    store = room / "store"
+    store.write_text("no store")
+    shown = Fp8fs(store).run("verify", world.src, code=29)
+    assert "is not a directory" in shown.stderr
+    assert shown.stdout == ""
+
+
 def test_the_command_line_heals(world: World, root: Path, plan: Plan) -> None:
     """verify, then build, as a user does it: exit 50 once, then everything is right again."""
     user = Fp8fs(root)
