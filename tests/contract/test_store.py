@@ -998,8 +998,9 @@ def test_a_root_of_somebody_else_is_refused(tmp_path: Path, where: str) -> None:
         root = link
     else:
         os.chown(root if where == "root" else root / "v1", NOBODY, NOBODY)
-    with pytest.raises(StoreError, match=f"uid {NOBODY}"):
-        Store.open(root)
+    for create in (True, False):
+        with pytest.raises(StoreError, match=f"uid {NOBODY}"):
+            Store.open(root, create=create)
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
