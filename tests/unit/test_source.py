@@ -552,6 +552,10 @@ def test_cached_means_every_probe_answers_at_once(tmp_path, monkeypatch):
     path.write_bytes(bytes(1 << 20))
     fd = os.open(path, os.O_RDONLY)
     try:
+        try:
+            os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as err:
+            pytest.skip(f"the filesystem cannot tell: {err.strerror}")  # a tmpfs
         assert source_module._is_cached(fd, 1 << 20)
         assert not source_module._is_cached(fd, 2 << 20)  # shorter than it says
 
