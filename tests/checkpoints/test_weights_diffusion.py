@@ -141,6 +141,57 @@ KINDS: dict[str, tuple[Kind, Sequence[tuple[str, tuple[str, ...]]]]] = {
         ),
         [("transformer_blocks.0.attn1", QKV)],
     ),
+    "GLM-Image": (
+        Kind(
+            {"_class_name": "GlmImageTransformer2DModel"},
+            [
+                *weights("transformer_blocks.0.attn1", *QKV, "to_out.0"),
+                *weights("transformer_blocks.0.ff", *FF),
+            ],
+            [
+                *weights("transformer_blocks.0", "norm1.linear"),
+                *embedders("time_condition_embed", "timestep_embedder", "condition_embedder"),
+                *("norm_out.linear.weight", "proj_out.weight"),
+            ],
+        ),
+        [("transformer_blocks.0.attn1", QKV)],
+    ),
+    "Krea 2, whose engine would take its embedders too": (
+        Kind(
+            {"_class_name": "Krea2Transformer2DModel"},
+            [
+                *weights("transformer_blocks.0.attn", *QKV, "to_gate", "to_out.0"),
+                *weights("transformer_blocks.0.ff", "gate", "up", "down"),
+            ],
+            [
+                *embedders("", "time_embed", "txt_in"),
+                *("time_mod_proj.weight", "img_in.weight", "final_layer.linear.weight"),
+            ],
+        ),
+        [],
+    ),
+    "Sana WM, the same": (
+        Kind(
+            {"_class_name": "SanaWmTransformer3DModel"},
+            weights("blocks.0", "attn.qkv", "attn.proj", "cross_attn.q_linear"),
+            [
+                *weights("y_embedder.y_proj", "fc1", "fc2"),
+                *("t_embedder.mlp.0.weight", "t_block.1.weight", "final_layer.linear.weight"),
+            ],
+        ),
+        [],
+    ),
+    "LingBot World, the same": (
+        Kind(
+            {"_class_name": "CausalLingBotWorldTransformer3DModel"},
+            [*weights("blocks.0.self_attn", "q", "k", "v", "o"), *weights("blocks.0.ffn", "0")],
+            [
+                *("c2ws_hidden_states_layer1.weight", "c2ws_hidden_states_layer2.weight"),
+                *("time_embedding.0.weight", "time_projection.1.weight", "head.head.weight"),
+            ],
+        ),
+        [("blocks.0.self_attn", ("q", "k", "v"))],
+    ),
     "HunyuanVideo, not known": (
         Kind(
             {"_class_name": "HunyuanVideoTransformer3DModel"},

@@ -216,6 +216,17 @@ GATES = {
         mlp("model.layers.0.mlp.shared_expert"),
         ["model.layers.0.mlp.gate.weight", "model.layers.0.mlp.shared_expert_gate.weight"],
     ),
+    "Qwen3 MoE, whose engine would take them too": Kind(
+        _config("Qwen3MoeForCausalLM"),
+        mlp("model.layers.0.mlp.experts.0"),
+        ["model.layers.0.mlp.gate.weight"],
+    ),
+    "linear attention, the same": Kind(
+        _config("Qwen3NextForCausalLM"),
+        [f"model.layers.0.linear_attn.{leaf}.weight" for leaf in ("in_proj_qkvz", "out_proj")],
+        ["model.layers.0.linear_attn.in_proj_ba.weight", "model.layers.0.mlp.gate.weight"],
+        {"model.layers.0.linear_attn.conv1d.weight": ("BF16", (64, 1, 4))},
+    ),
     "block_sparse_moe": Kind(
         _config("MixtralForCausalLM"),
         mlp("model.layers.0.block_sparse_moe.experts.0", leaves=("w1", "w2", "w3")),
