@@ -28,10 +28,11 @@ from fp8fs.core.manifest import (
 from fp8fs.core.plan import CAST, Unit, ViewShard, tiles
 from fp8fs.core.recipe import BLOCK_SCHEMES
 from fp8fs.engine import Engine
+from fp8fs.engine.matrix import SourceReader
 from fp8fs.engine.shard import shard_spec, unit_spans
+from fp8fs.engine.stats import Counters
 from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError
 from fp8fs.quant import make_quantizer
-from fp8fs.source import Source
 from fp8fs.store.store import Store, Tree, UnitSpan
 from fp8fs.store.types import PREAMBLE
 from fp8fs.tree import tree_faults
@@ -216,6 +217,7 @@ class _RecordedUnit(msgspec.Struct, frozen=True):
     scheme: str
     dtype: str
     row_runs: tuple[tuple[int, int, int], ...] = ()
+    pitch: int = 0
 
 
 class _RecordedFacts(msgspec.Struct, frozen=True):
@@ -250,7 +252,8 @@ def _recorded_span(number: int, unit: _RecordedUnit, header: Header) -> UnitSpan
     item_bytes = DTYPES[unit.dtype].bits // 8
     if unit.scheme in ("", CAST):
         narrowing = item_bytes * 8 // DTYPES[entry.dtype].bits if unit.scheme else 1
-        return UnitSpan(number, start, entry.nbytes, 1, entry.nbytes, narrowing)
+        rows = entry.shape[0] if unit.pitch else 1
+        return UnitSpan(number, start, entry.nbytes, rows, entry.nbytes // rows, narrowing)
     suffix = "_scale_inv" if unit.scheme in BLOCK_SCHEMES else "_scale"
     scale = header.tensors[unit.name + suffix]
     return UnitSpan(
@@ -408,35 +411,12 @@ def _same_preamble(sealed: Path, preamble: bytes) -> bool:
 
 def _input_digest(found: Survey, unit: Unit) -> str:
     """The digest of a unit's source matrix, tile by tile as the engine makes it."""
+    counters = Counters(shards_total=0, units_total=0, bytes_total=0)
+    reader = SourceReader(found.source, found.plan.source_shards, counters, drop=False)
     item = DTYPES[unit.dtype].bits // 8
-    row_bytes = unit.cols * item
     digester = TileDigester()
     for tile in tiles(unit.rows, unit.cols, item):
         data = bytearray(tile.rows * tile.cols * item)
-        view = memoryview(data)
-        if tile.cols == unit.cols:
-            _read_matrix(found.source, found, unit, view, tile.row * row_bytes + tile.col * item)
-        else:
-            width = tile.cols * item
-            for row in range(tile.rows):
-                at = (tile.row + row) * row_bytes + tile.col * item
-                _read_matrix(found.source, found, unit, view[row * width : (row + 1) * width], at)
+        reader.read_tile(unit, tile, memoryview(data))
         digester.add(data)
     return digester.hexdigest()
-
-
-def _read_matrix(
-    source: Source, found: Survey, unit: Unit, into: memoryview, matrix_offset: int
-) -> None:
-    """Fill *into* from the unit's pieces, which follow one another in the matrix."""
-    start = 0
-    for piece in unit.pieces:
-        begin = max(matrix_offset, start)
-        end = min(matrix_offset + into.nbytes, start + piece.nbytes)
-        if begin < end:
-            source.pread_into(
-                found.plan.source_shards[piece.shard],
-                into[begin - matrix_offset : end - matrix_offset],
-                piece.file_offset + begin - start,
-            )
-        start += piece.nbytes

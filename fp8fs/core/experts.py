@@ -4,7 +4,8 @@
     experts.down_proj     [E, H, I]   ->  experts.0.down_proj.weight [H, I], ...
 
 No scheme covers a 3-D tensor, so by default they stay as they are. Split, each expert is a run of bytes of the tensor:
-everything behind this module takes it for a tensor of its own.
+everything behind this module takes it for a tensor of its own. Of classes that store their experts as [E, in, out], it is
+a window of lines, read as its transpose (``TurnedEntry``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from fp8fs.core.checkpoint import Component
-from fp8fs.core.dtypes import QUANTIZABLE
+from fp8fs.core.dtypes import QUANTIZABLE, nbytes
 from fp8fs.core.header import Header, TensorEntry
 from fp8fs.core.text import quoted
 from fp8fs.errors import SourceInvalidError, UsageError
@@ -24,6 +25,7 @@ from fp8fs.errors import SourceInvalidError, UsageError
 __all__ = [
     "OPTION",
     "Leaves",
+    "TurnedEntry",
     "expert_leaves",
     "experts_note",
     "experts_warning",
@@ -36,6 +38,13 @@ OPTION = "--split-experts"
 _STACKED = re.compile(r"(?P<experts>(?:.+\.)?experts)\.(?P<leaf>\w+?)(?P<suffix>\.weight)?")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _RUNTIME = ".mlp.experts"
+
+
+class TurnedEntry(TensorEntry, frozen=True, gc=False):
+    """A matrix [out, in] of which the file holds the transpose: ``in`` lines of ``out`` elements, ``pitch`` elements from
+    one to the next. ``data_offsets`` begin with the first line and count the matrix's own bytes."""
+
+    pitch: int
 
 
 class Leaves(NamedTuple):
@@ -57,6 +66,10 @@ _READERS: tuple[tuple[str, Leaves], ...] = (
 """Class names and what an expert's weights are called where a reader takes them one by one: vLLM 0.32's
 ``RoutedExperts.load_weights`` and ``get_expert_mapping``, transformers 5's converters from ``experts.*.<leaf>.weight``.
 Of any other class no reader is known to: gpt-oss has its gate and up rows in turns, and biases with them."""
+
+_TURNED = re.compile(r"Llama4|Qwen3VLMoe")
+"""Class names whose checkpoints hold [E, in, out], gate before up in each line: ``Llama4TextExperts`` of transformers 5,
+and what its converters and vLLM 0.32's loaders transpose."""
 
 
 def is_stacked(name: str, entry: TensorEntry) -> bool:
@@ -108,7 +121,7 @@ def split_experts(
 ) -> tuple[Component, dict[str, Header]]:
     """The component with one weight for each expert and part, and its shards' headers; both as if it were stored so.
 
-    Raises: UsageError for a class whose readers take no such names, or experts stored [E, in, out];
+    Raises: UsageError for a class whose readers take no such names, or that is not known to store experts [E, in, out];
     SourceInvalidError for shapes that do not go together, or a name that is taken.
     """
     leaves = expert_leaves(component.class_name)
@@ -129,7 +142,7 @@ def split_experts(
                 tensors[name] = entry
                 continue
             where = weight_map.pop(name, path)
-            for part, piece in _parts(name, entry, leaves, entries):
+            for part, piece in _parts(name, entry, leaves, entries, component):
                 if part in taken:
                     raise SourceInvalidError(
                         f"{path}: tensor {quoted(part)} exists already, beside {quoted(name)}",
@@ -152,7 +165,11 @@ def _stacked_of(
 
 
 def _parts(
-    name: str, entry: TensorEntry, leaves: Leaves, stacked: Mapping[str, TensorEntry]
+    name: str,
+    entry: TensorEntry,
+    leaves: Leaves,
+    stacked: Mapping[str, TensorEntry],
+    component: Component,
 ) -> Iterator[tuple[str, TensorEntry]]:
     """Each expert's weights that one tensor holds, in the order of their bytes."""
     found = _STACKED.fullmatch(name)
@@ -164,36 +181,62 @@ def _parts(
     if other is None:
         raise _unknown(name, entry, "has no counterpart")
     (gate_up, down) = (entry, other) if leaf == _GATE_UP else (other, entry)
-    _check_shapes(name, entry, gate_up.shape, down.shape)
+    turned = _is_turned(name, entry, gate_up.shape, down.shape, component)
     if leaves.parent and base.endswith(_RUNTIME):
         base = f"{base.removesuffix(_RUNTIME)}.{leaves.parent}.experts"
     names = (leaves.gate, leaves.up) if leaf == _GATE_UP else (leaves.down,)
-    count, rows, cols = entry.shape
-    rows //= len(names)
+    count, out, inputs = entry.shape
+    pitch = 0
+    if turned:
+        inputs, out, pitch = out, inputs, inputs
+    shape = (out // len(names), inputs)
     size = entry.nbytes // (count * len(names)) if count else 0
-    begin = entry.data_offsets[0]
+    step = nbytes(entry.dtype, (shape[0],)) if turned else size
     for expert in range(count):
+        begin = entry.data_offsets[0] + expert * len(names) * size
         for part in names:
             offsets = (begin, begin + size)
-            yield f"{base}.{expert}.{part}.weight", TensorEntry(entry.dtype, (rows, cols), offsets)
-            begin += size
+            made = TensorEntry(entry.dtype, shape, offsets)
+            if turned:
+                made = TurnedEntry(entry.dtype, shape, offsets, pitch)
+            yield f"{base}.{expert}.{part}.weight", made
+            begin += step
 
 
-def _check_shapes(
-    name: str, entry: TensorEntry, gate_up: tuple[int, ...], down: tuple[int, ...]
-) -> None:
-    """Accept experts whose matrices are stored [out, in]."""
+def _is_turned(
+    name: str,
+    entry: TensorEntry,
+    gate_up: tuple[int, ...],
+    down: tuple[int, ...],
+    component: Component,
+) -> bool:
+    """Whether the experts' matrices are stored [in, out]. No two shapes go together both ways, unless they are empty."""
     count, hidden, inner = down
     if gate_up == (count, 2 * inner, hidden):
-        return
+        return False
     _, inner, hidden = down
-    if gate_up == (count, hidden, 2 * inner):
+    if gate_up != (count, hidden, 2 * inner):
+        raise _unknown(name, entry, f"does not go with its counterpart: {_shapes(gate_up, down)}")
+    if not _TURNED.search(component.class_name):
         raise UsageError(
-            f"{OPTION}: {quoted(name)} holds its experts as [in, out], which no run of bytes gives as [out, in]",
+            f"{OPTION}: {quoted(name)} holds its experts as [in, out], which {component.class_name} is not known to do",
             hint=f"leave {OPTION} out: they stay in the source's dtype",
             tensor=name,
         )
-    raise _unknown(name, entry, f"does not go with its counterpart: {_shapes(gate_up, down)}")
+    stated = _hidden_size(component.config or {})
+    if stated not in (None, hidden):
+        raise _unknown(
+            name,
+            entry,
+            f"has experts of {hidden} inputs, but config.json says hidden_size {stated}",
+        )
+    return True
+
+
+def _hidden_size(config: Mapping[str, object]) -> object:
+    """What the config says of the language model's width, if anything."""
+    text = config.get("text_config")
+    return (text if isinstance(text, dict) else config).get("hidden_size")
 
 
 def _shapes(gate_up: Iterable[int], down: Iterable[int]) -> str:

@@ -95,7 +95,8 @@ def _source_facts(unit: Unit, identities: Sequence[str]) -> str:
         pieces = f"{identities[piece.shard]}+{piece.file_offset}+{piece.nbytes}"
     else:
         pieces = ",".join(f"{identities[p.shard]}+{p.file_offset}+{p.nbytes}" for p in unit.pieces)
-    return f"{unit.dtype}:{unit.rows}:{unit.cols}:{pieces}"
+    turned = f":/{unit.pitch}" if unit.pitch else ""
+    return f"{unit.dtype}:{unit.rows}:{unit.cols}:{pieces}{turned}"
 
 
 def _row_facts(unit: Unit) -> str:

@@ -20,7 +20,14 @@ from fp8fs.core.attributes import ROOT, Owner, strictest
 from fp8fs.core.checkpoint import Checkpoint, Component, SourceEntry
 from fp8fs.core.component_view import ComponentView, FindProfile
 from fp8fs.core.dtypes import FP8, nbytes
-from fp8fs.core.experts import OPTION, experts_note, experts_warning, is_stacked, split_experts
+from fp8fs.core.experts import (
+    OPTION,
+    TurnedEntry,
+    experts_note,
+    experts_warning,
+    is_stacked,
+    split_experts,
+)
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
 from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
 from fp8fs.core.plan import (
@@ -312,6 +319,7 @@ class _Planner:
                         size,
                         (piece,),
                         decision.group,
+                        pitch=entry.pitch if isinstance(entry, TurnedEntry) else 0,
                     )
                 )
             shards.append(tensors)

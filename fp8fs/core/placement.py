@@ -42,7 +42,7 @@ HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
 
 class ViewTensor(msgspec.Struct, frozen=True, gc=False):
     """One tensor of the view before it has a place. ``dtype``, ``shape`` and ``nbytes`` are the source's;
-    ``group`` is the fusion group's name, "" if alone. ``row_runs``: as in ``Unit``. ``cast``: the dtype of a kept tensor
+    ``group`` is the fusion group's name, "" if alone. ``row_runs``, ``pitch``: as in ``Unit``. ``cast``: the dtype of a kept tensor
     in the view, "" for its own."""
 
     name: str
@@ -54,6 +54,7 @@ class ViewTensor(msgspec.Struct, frozen=True, gc=False):
     group: str
     row_runs: tuple[RowRun, ...] = ()
     cast: str = ""
+    pitch: int = 0
 
     @property
     def kept_dtype(self) -> str:
@@ -175,11 +176,27 @@ def _copies(units: list[Unit], tensors: Iterable[ViewTensor], position: int) -> 
         if not size:
             continue
         extent = Extent(position, size)
-        if tensor.cast:
-            scheme, dtype, cols = CAST, tensor.dtype, element_count(tensor.shape)
+        scheme, dtype, rows, cols = CAST if tensor.cast else "", tensor.dtype, 1, size
+        if tensor.pitch:
+            rows, cols = tensor.shape
+        elif tensor.cast:
+            cols = element_count(tensor.shape)
         else:
-            scheme, dtype, cols = "", "U8", size
-        units.append(Unit(tensor.name, scheme, dtype, 1, cols, tensor.pieces, extent, None, -1))
+            dtype = "U8"
+        units.append(
+            Unit(
+                tensor.name,
+                scheme,
+                dtype,
+                rows,
+                cols,
+                tensor.pieces,
+                extent,
+                None,
+                -1,
+                pitch=tensor.pitch,
+            )
+        )
         position += size
 
 
@@ -203,4 +220,5 @@ def _weight(
         scale,
         group,
         tensor.row_runs,
+        tensor.pitch,
     )

@@ -41,7 +41,8 @@ TILE_MAX_BYTES = 16 << 20
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """A run of whole rows of one source tensor: ``nbytes`` bytes at ``file_offset`` of source shard ``shard``.
 
-    ``shard`` indexes ``Plan.source_shards``. A unit's pieces, one after the other, are its source matrix.
+    ``shard`` indexes ``Plan.source_shards``. A unit's pieces, one after the other, are its source matrix; of a turned unit
+    there is one, whose bytes are the lines alone, without what is between them.
     """
 
     shard: int
@@ -73,6 +74,8 @@ class Unit(msgspec.Struct, frozen=True, gc=False):
     ``group`` indexes ``Plan.groups`` when the scale is shared (per_tensor only), else -1.
     ``row_runs``: where the matrix's rows lie in ``data``, by ``row``; () if they lie there in order. Blocks and digests
     are cut in the matrix, whatever the order in the file.
+    ``pitch``: not 0 for a turned unit, of which SRC holds the transpose: ``cols`` lines of ``rows`` elements, ``pitch``
+    elements from one to the next. Such a unit has its true shape when it is kept, too.
     An empty tensor (0 elements) has no unit: it lives in the header only.
     """
 
@@ -86,6 +89,7 @@ class Unit(msgspec.Struct, frozen=True, gc=False):
     scale: Extent | None
     group: int
     row_runs: tuple[RowRun, ...] = ()
+    pitch: int = 0
 
     @property
     def is_quantized(self) -> bool:

@@ -79,6 +79,7 @@ Numbers = tuple[str, ...]
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _HOLE = "%s"
+_EXPERT = re.compile(r"(.*?(?<![^.])experts)\.%s(?![^.])")
 _BLURRED = str.maketrans(
     "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", "#" * 10 + "abcdefghijklmnopqrstuvwxyz"
 )
@@ -145,7 +146,8 @@ class GenericRule:
         ruling = self._known.get(template)
         if ruling is None:
             verdict = self._verdict(template % numbers)
-            ruling = self._known[template] = Ruling(*verdict, self.group(template))
+            ruling = Ruling(*verdict, self.group(template), _layer_of(template))
+            self._known[template] = ruling
         return ruling
 
     def group(self, template: str) -> Pattern | None:
@@ -166,6 +168,15 @@ class GenericRule:
         if not any(part and not part.strip("#") for part in module.split(".")[:-1]):
             return False, "not inside a repeated block"
         return True, "linear weight in a repeated block"
+
+
+def _layer_of(template: str) -> tuple[Pattern, ...]:
+    """What binds an expert to the others of its layer: engines build them as one, all FP8 or none."""
+    found = _EXPERT.match(template)
+    if found is None:
+        return ()
+    layer = found[1]
+    return (Pattern(layer, range(layer.replace("%%", "").count(_HOLE))),)
 
 
 class ProfileRule:

@@ -10,7 +10,7 @@ from fp8fs.core.layout import Group, Plan, Unit
 from fp8fs.core.quantizer import Quantizer
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import bad_index, nonfinite_error
-from fp8fs.engine.matrix import SourceReader, item_bytes, source_bytes
+from fp8fs.engine.matrix import SourceReader, item_bytes, source_bytes, stored_element
 from fp8fs.engine.once import OnceTable
 from fp8fs.engine.pool import Pool
 from fp8fs.errors import NonFiniteTensorError, StoreError
@@ -142,12 +142,12 @@ class AmaxTable:
         return max(maxima, default=0.0)
 
     def measure(self, member: Member, start: int, buffer: memoryview) -> float:
-        """The amax of bytes of a unit's source matrix that were read from byte *start*."""
+        """The amax of bytes of a unit's source matrix that ``read_bytes`` gave from byte *start*."""
         unit = self._unit(member)
         try:
             return self._quantizer().amax(buffer, unit.dtype)
         except NonFiniteTensorError as err:
-            element = start // item_bytes(unit.dtype) + bad_index(err)
+            element = stored_element(unit, start // item_bytes(unit.dtype) + bad_index(err))
             component = self._plan.shards[member[0]].component
             raise nonfinite_error(component, unit, element, err) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fp8fs.core.digest import combine, tile_digest
 from fp8fs.core.layout import Tile, Unit
@@ -134,26 +134,22 @@ def cast_band(
     size, data_size = item_bytes(unit.dtype), data_item_bytes(unit)
     elems = bands.first.rows * bands.first.cols
     data_bytes = elems * data_size if unit.scheme else 0
-    with buffers.lend(elems * size, data_bytes) as (source_buffer, data_buffer):
-        tiles = list(bands.tiles(band))
-        split_rows = unit.scheme == "per_channel" and len(tiles) > 1
-        maxima = memoryview(bytearray(tiles[0][1].rows * 4 if split_rows else 0))
+    with buffers.lend(elems * bands.together * size, data_bytes) as (source_buffer, data_buffer):
+        split_rows = unit.scheme == "per_channel" and bands.first.cols < unit.cols
+        maxima = memoryview(bytearray(bands.first.rows * 4 if split_rows else 0))
         if split_rows:
-            for _, tile in tiles:
-                source = source_buffer[: tile.rows * tile.cols * size]
-                reader.read_tile(unit, tile, source)
+            for _, tile, source in _sources(reader, bands, band, source_buffer):
                 try:
-                    quantizer().amax_rows(source, unit.dtype, tile.rows, maxima)
+                    quantizer().amax_rows(source, unit.dtype, tile.rows, maxima[: tile.rows * 4])
                 except NonFiniteTensorError as err:
                     raise nonfinite_error(component, unit, _element(unit, tile, err), err) from None
-        for number, tile in tiles:
-            source = source_buffer[: tile.rows * tile.cols * size]
-            reader.read_tile(unit, tile, source)
+        for number, tile, source in _sources(reader, bands, band, source_buffer):
             data = data_buffer[: tile.rows * tile.cols * data_size] if unit.scheme else source
             try:
                 if split_rows:
                     scale = memoryview(draft.scales)[tile.row * 4 : (tile.row + tile.rows) * 4]
-                    quantizer().cast_rows(source, unit.dtype, tile.rows, maxima, data, scale)
+                    known = maxima[: tile.rows * 4]
+                    quantizer().cast_rows(source, unit.dtype, tile.rows, known, data, scale)
                 elif unit.scheme:
                     cast_tile(quantizer(), draft, tile, source, data)
             except NonFiniteTensorError as err:
@@ -162,6 +158,26 @@ def cast_band(
             write_tile(write, unit, tile, data)
     start, length = bands.data(band)
     reader.drop_bytes(unit, start * size, length * size)
+
+
+def _sources(
+    reader: SourceReader, bands: Bands, band: int, buffer: memoryview
+) -> Iterator[tuple[int, Tile, memoryview]]:
+    """The band's tiles with their numbers in the unit and their source bytes, good until the next one is asked for."""
+    unit, at = bands.unit, 0
+    size = item_bytes(unit.dtype)
+    if bands.together > 1:
+        start, length = bands.data(band)
+        whole = Tile(start // unit.cols, length // unit.cols, 0, unit.cols)
+        reader.read_tile(unit, whole, buffer[: length * size])
+    for number, tile in bands.tiles(band):
+        nbytes = tile.rows * tile.cols * size
+        source = buffer[at : at + nbytes]
+        if bands.together > 1:
+            at += nbytes
+        else:
+            reader.read_tile(unit, tile, source)
+        yield number, tile, source
 
 
 def bad_index(error: NonFiniteTensorError) -> int:

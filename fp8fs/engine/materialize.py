@@ -324,7 +324,9 @@ def _record(draft: Draft, index: int) -> UnitRecord:
 
 def _small(units: Sequence[Unit]) -> bool:
     """Whether these fit one buffer, each tile of them in one run."""
-    if sum(map(source_bytes, units)) > SMALL_BYTES or any(unit.row_runs for unit in units):
+    if sum(map(source_bytes, units)) > SMALL_BYTES or any(
+        unit.row_runs or unit.pitch for unit in units
+    ):
         return False
     return all(
         (unit.rows == 1 and unit.scheme != "per_channel") or Bands(unit).first.cols == unit.cols

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from fp8fs.core.dtypes import DTYPES
-from fp8fs.core.layout import Piece, Tile, Unit, data_rows, tiles
+from fp8fs.core.layout import Tile, Unit, data_rows, tiles
+from fp8fs.core.plan import TILE_MAX_BYTES
 from fp8fs.core.recipe import BLOCK
 from fp8fs.engine.stats import Counters
 from fp8fs.errors import SourceInvalidError
@@ -21,9 +22,13 @@ __all__ = [
     "item_bytes",
     "matrix_runs",
     "source_bytes",
+    "stored_element",
     "view_bytes",
     "write_tile",
 ]
+
+_LINES_BYTES = 256 << 10
+"""Lines that are turned at once: they stay in a core's cache."""
 
 Write = Callable[[memoryview, int], None]
 """Put these bytes at this offset of the view shard file."""
@@ -57,9 +62,12 @@ class Run(NamedTuple):
     nbytes: int
 
 
-def _runs(pieces: Iterable[Piece], start: int, nbytes: int) -> Iterator[Run]:
-    """Where bytes [start, start + nbytes) of the concatenated pieces are."""
-    for piece in pieces:
+def _runs(unit: Unit, start: int, nbytes: int) -> Iterator[Run]:
+    """Where bytes [start, start + nbytes) of the concatenated pieces are; of a turned unit, of its lines."""
+    if unit.pitch and unit.pitch != unit.rows:
+        yield from _line_runs(unit, start, nbytes)
+        return
+    for piece in unit.pieces:
         if nbytes <= 0:
             return
         if start < piece.nbytes:
@@ -70,8 +78,32 @@ def _runs(pieces: Iterable[Piece], start: int, nbytes: int) -> Iterator[Run]:
             start -= piece.nbytes
 
 
+def _line_runs(unit: Unit, start: int, nbytes: int) -> Iterator[Run]:
+    (piece,) = unit.pieces
+    size = item_bytes(unit.dtype)
+    width = unit.rows * size
+    while nbytes > 0:
+        line, inner = divmod(start, width)
+        part = min(nbytes, width - inner)
+        yield Run(piece.shard, piece.file_offset + line * unit.pitch * size + inner, part)
+        start, nbytes = start + part, nbytes - part
+
+
+def stored_element(unit: Unit, number: int) -> int:
+    """The flat index in the unit's matrix of the element that ``read_bytes`` gives at place *number*."""
+    if not unit.pitch:
+        return number
+    line, row = divmod(number, unit.rows)
+    return row * unit.cols + line
+
+
 def element_position(unit: Unit, element: int) -> tuple[str, int]:
-    """The source tensor, and the flat index in it, of flat element *element* of the unit's matrix."""
+    """The source tensor, and the flat index in it, of flat element *element* of the unit's matrix.
+
+    A turned unit is a tensor of its own, by the name and shape that the view gives it.
+    """
+    if unit.pitch:
+        return unit.pieces[0].tensor, element
     size = item_bytes(unit.dtype)
     offset = element * size
     for piece in unit.pieces:
@@ -110,15 +142,18 @@ class SourceReader:
         self._counters.source_read(run.nbytes)
 
     def read_bytes(self, unit: Unit, start: int, buffer: memoryview) -> None:
-        """Fill *buffer* with the bytes of the unit's source matrix from byte *start*."""
+        """Fill *buffer* with the bytes of the unit's source matrix from byte *start*, in the order in which SRC has them."""
         filled = 0
-        for run in _runs(unit.pieces, start, len(buffer)):
+        for run in _runs(unit, start, len(buffer)):
             self.read_run(run, buffer[filled : filled + run.nbytes])
             filled += run.nbytes
 
     def read_tile(self, unit: Unit, tile: Tile, buffer: memoryview) -> None:
         """Fill *buffer* with the tile, row after row."""
         size = item_bytes(unit.dtype)
+        if unit.pitch:
+            self._read_turned(unit, tile, buffer)
+            return
         if tile.rows == 1 or tile.cols == unit.cols:
             self.read_bytes(unit, (tile.row * unit.cols + tile.col) * size, buffer)
             return
@@ -127,10 +162,39 @@ class SourceReader:
             start = ((tile.row + row) * unit.cols + tile.col) * size
             self.read_bytes(unit, start, buffer[row * width : (row + 1) * width])
 
+    def _read_turned(self, unit: Unit, tile: Tile, buffer: memoryview) -> None:
+        import numpy as np  # few checkpoints need it, and who only looks at one has not loaded it
+
+        size = item_bytes(unit.dtype)
+        width, kind = tile.rows * size, f"u{size}"
+        matrix = np.frombuffer(buffer, kind).reshape(tile.rows, tile.cols)
+        step = min(tile.cols, max(1, _LINES_BYTES // width))
+        scratch = memoryview(bytearray(step * width))
+        for col in range(0, tile.cols, step):
+            count = min(step, tile.cols - col)
+            part = scratch[: count * width]
+            start = (tile.col + col) * unit.rows + tile.row
+            if tile.rows == unit.rows:
+                self.read_bytes(unit, start * size, part)
+            else:
+                for line in range(count):
+                    at = (start + line * unit.rows) * size
+                    self.read_bytes(unit, at, part[line * width : (line + 1) * width])
+            lines = np.frombuffer(part, kind).reshape(count, tile.rows)
+            matrix[:, col : col + count] = lines.T
+
     def drop_bytes(self, unit: Unit, start: int, nbytes: int) -> None:
-        """These bytes of the unit's source matrix are not needed again."""
-        for run in _runs(unit.pieces, start, nbytes):
-            self.drop_run(run)
+        """These bytes of the unit's source matrix are not needed again.
+
+        Of a turned unit each band needs a part of every line: all of it goes with its last bytes.
+        """
+        if not unit.pitch:
+            for run in _runs(unit, start, nbytes):
+                self.drop_run(run)
+        elif start + nbytes == source_bytes(unit):
+            (piece,) = unit.pieces
+            span = ((unit.cols - 1) * unit.pitch + unit.rows) * item_bytes(unit.dtype)
+            self.drop_run(Run(piece.shard, piece.file_offset, span))
 
     def drop_run(self, run: Run) -> None:
         """This run is not needed again."""
@@ -178,10 +242,11 @@ class Bands:
 
     A band's tiles follow each other in ``tiles`` order. Its scales are one run in the view, and so is its data, unless
     the rows lie there in another order.
-    per_channel needs whole rows for a scale, so there a vector is one band.
+    per_channel needs whole rows for a scale, so there a vector is one band. ``together``: tiles whose source is read at
+    once; of a turned unit as many as one buffer may hold, because each read takes only a part of a line.
     """
 
-    __slots__ = ("_tiles_per_band", "count", "elems", "first", "tile_count", "unit")
+    __slots__ = ("_tiles_per_band", "count", "elems", "first", "tile_count", "together", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -189,20 +254,24 @@ class Bands:
         across = -(-unit.cols // self.first.cols)
         down = -(-unit.rows // self.first.rows)
         self.tile_count = across * down
+        self.together = 1
         if unit.rows == 1 and unit.scheme != "per_channel":
             self._tiles_per_band = 1
             self.elems = self.first.cols
         else:
-            self._tiles_per_band = across
-            self.elems = self.first.rows * unit.cols
-        self.count = self.tile_count // self._tiles_per_band
+            if unit.pitch and across == 1:
+                tile_bytes = self.first.rows * unit.cols * item_bytes(unit.dtype)
+                self.together = max(1, min(down, TILE_MAX_BYTES // tile_bytes))
+            self._tiles_per_band = across * self.together
+            self.elems = self.first.rows * unit.cols * self.together
+        self.count = -(-self.tile_count // self._tiles_per_band)
 
     def tiles(self, band: int) -> Iterator[tuple[int, Tile]]:
         """The band's tiles with their numbers in the unit."""
         unit, first = self.unit, self.first
         across = -(-unit.cols // first.cols)
         begin = band * self._tiles_per_band
-        for number in range(begin, begin + self._tiles_per_band):
+        for number in range(begin, min(begin + self._tiles_per_band, self.tile_count)):
             row = number // across * first.rows
             col = number % across * first.cols
             yield (

@@ -13,7 +13,7 @@ from fp8fs.core.quantizer import Quantizer
 from fp8fs.core.scale_range import OddScale, odd_scales_of
 from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import bad_index
-from fp8fs.engine.matrix import Run, SourceReader, item_bytes
+from fp8fs.engine.matrix import SourceReader, item_bytes, stored_element
 from fp8fs.engine.once import POLL_S
 from fp8fs.engine.pool import default_workers
 from fp8fs.engine.stats import Counters
@@ -49,13 +49,15 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class _Chunk(NamedTuple):
-    """A run of a weight: ``element`` is the flat index in the source tensor of its first element."""
+    """Bytes [start, start + nbytes) of a unit, all of one source tensor: the element before which there are n in the unit
+    has n - ``origin`` before it in the tensor."""
 
     component: str
     tensor: str
-    dtype: str
-    element: int
-    run: Run
+    unit: Unit
+    start: int
+    nbytes: int
+    origin: int
 
 
 def scan(
@@ -174,17 +176,19 @@ class _Scan:
         return max(self._amax.get(name, 0.0) for name in names)
 
     def _look(self, number: int, chunk: _Chunk) -> None:
-        with self._buffers.lend(chunk.run.nbytes) as (buffer,):
-            self._reader.read_run(chunk.run, buffer)
-            self._reader.drop_run(chunk.run)
+        unit = chunk.unit
+        with self._buffers.lend(chunk.nbytes) as (buffer,):
+            self._reader.read_bytes(unit, chunk.start, buffer)
+            self._reader.drop_bytes(unit, chunk.start, chunk.nbytes)
             bad, amax = -1, 0.0
             try:
-                amax = self._quantizer.amax(buffer, chunk.dtype)
+                amax = self._quantizer.amax(buffer, unit.dtype)
             except NonFiniteTensorError as err:
-                bad = chunk.element + bad_index(err)
+                element = chunk.start // item_bytes(unit.dtype) + bad_index(err)
+                bad = stored_element(unit, element) - chunk.origin
         key = (chunk.component, chunk.tensor)
         with self._lock:
-            self.done_bytes += chunk.run.nbytes
+            self.done_bytes += chunk.nbytes
             self._amax[key] = max(self._amax.get(key, 0.0), amax)
             if bad >= 0:
                 self._found[key] = min(self._found.get(key, (number, bad)), (number, bad))
@@ -201,12 +205,10 @@ def _chunks(plan: Plan) -> Iterator[_Chunk]:
             for piece in unit.pieces:
                 known = starts.get(piece.tensor, piece.file_offset)
                 starts[piece.tensor] = min(known, piece.file_offset)
+            start = 0
             for piece in unit.pieces:
-                before = piece.file_offset - starts[piece.tensor]
+                origin = (start - piece.file_offset + starts[piece.tensor]) // size
                 for at in range(0, piece.nbytes, _CHUNK_BYTES):
-                    run = Run(
-                        piece.shard, piece.file_offset + at, min(_CHUNK_BYTES, piece.nbytes - at)
-                    )
-                    yield _Chunk(
-                        shard.component, piece.tensor, unit.dtype, (before + at) // size, run
-                    )
+                    nbytes = min(_CHUNK_BYTES, piece.nbytes - at)
+                    yield _Chunk(shard.component, piece.tensor, unit, start + at, nbytes, origin)
+                start += piece.nbytes

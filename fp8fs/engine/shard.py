@@ -67,6 +67,7 @@ def seal_facts(plan: Plan, shard: ViewShard) -> dict[str, object]:
                 "dtype": unit.dtype,
                 "group": plan.groups[unit.group].id if unit.group >= 0 else "",
                 **({"row_runs": unit.row_runs} if unit.row_runs else {}),
+                **({"pitch": unit.pitch} if unit.pitch else {}),
             }
             for unit in shard.units
         ],

@@ -111,6 +111,12 @@ KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
         "GptOssForCausalLM",
         lambda: transformers.GptOssConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2),
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        lambda: transformers.Llama4TextConfig(
+            **TEXT, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=2
+        ),
+    ),
     "qwen2.5 vl": (
         "Qwen2_5_VLForConditionalGeneration",
         lambda: transformers.Qwen2_5_VLConfig(
@@ -181,6 +187,24 @@ def _dequantized(view: Path, scheme: str) -> dict[str, torch.Tensor]:
     return plain
 
 
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts that are a weight each, put back into the [E, in, out] that Llama 4's class has."""
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    plain = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if found is None:
+            plain[name] = tensor
+        else:
+            experts.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = tensor.T
+    for base, parts in experts.items():
+        layer = [parts[number] for number in sorted(parts)]
+        gate_up = [torch.cat([part["gate_proj"], part["up_proj"]], dim=1) for part in layer]
+        plain[f"{base}.gate_up_proj"] = torch.stack(gate_up)
+        plain[f"{base}.down_proj"] = torch.stack([part["down_proj"] for part in layer])
+    return plain
+
+
 def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         out = model.eval()(input_ids=torch.arange(3, 19).reshape(1, 16))
@@ -201,6 +225,8 @@ def read(job: dict[str, str]) -> dict[str, Any]:
         reference = Path(scratch)
         (reference / "config.json").write_bytes((source / "config.json").read_bytes())
         tensors = _dequantized(view, "per_channel")
+        if job["class"].startswith("Llama4"):
+            tensors = _stacked(tensors)
         save_file(tensors, reference / "model.safetensors", metadata={"format": "pt"})
         wanted = _logits(reader.from_pretrained(reference, dtype=torch.float32))
     plain = _logits(reader.from_pretrained(source, dtype=torch.float32))

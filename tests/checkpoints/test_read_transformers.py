@@ -52,6 +52,9 @@ READINGS = {
     "Mixtral's experts, split": Reading(
         "mixtral stacked", "MixtralForCausalLM", ("--split-experts",)
     ),
+    "experts that are stored [in, out], split": Reading(
+        "llama4", "Llama4ForCausalLM", ("--split-experts",)
+    ),
     "visual, read as model.visual": Reading("qwen2.5 vl", "Qwen2_5_VLForConditionalGeneration"),
     "visual, no head": Reading("qwen2.5 vl", "Qwen2_5_VLModel"),
     "wrapper": Reading("qwen3.5", "Qwen3_5ForConditionalGeneration"),

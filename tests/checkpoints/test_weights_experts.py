@@ -173,7 +173,7 @@ def test_splitting_is_part_of_what_a_view_is(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, tuple[int, ...]], str, type[Fp8fsError], str]] = {
     "gpt-oss": (TURNED, "GptOssForCausalLM", UsageError, "no reader of GptOssForCausalLM"),
     "an unknown class": (STRAIGHT, "TinyModel", UsageError, "no reader of TinyModel"),
-    "[in, out]": (TURNED, "Llama4ForCausalLM", UsageError, "[in, out]"),
+    "[in, out]": (TURNED, "Qwen3MoeForCausalLM", UsageError, "[in, out]"),
     "no experts": ({}, "Qwen3MoeForCausalLM", UsageError, "no component"),
     "half of them": (
         {DOWN: STRAIGHT[DOWN]},
