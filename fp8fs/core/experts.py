@@ -31,6 +31,7 @@ __all__ = [
     "experts_warning",
     "is_stacked",
     "split_experts",
+    "split_warning",
 ]
 
 OPTION = "--split-experts"
@@ -112,7 +113,20 @@ def experts_warning(component: Component, headers: Mapping[str, Header], scheme:
         return ""
     return (
         "transformers does not find the stacked experts of Llama4 beside compressed-tensors and makes up"
-        " others; it reads them with --scheme block"
+        f" others; it reads them with --scheme block, or with {OPTION}"
+    )
+
+
+def split_warning(component: Component) -> str:
+    """What a reader makes of experts that were split, if it is not good; else "".
+
+    Source: transformers 5 has no converter from single experts for Qwen3VLMoe, as it has for Qwen3Moe.
+    """
+    if not component.class_name.startswith("Qwen3VLMoe"):
+        return ""
+    return (
+        f"transformers does not find the experts of Qwen3VLMoe one by one and makes up others; with {OPTION}"
+        " the view is for vLLM"
     )
 
 

@@ -27,6 +27,7 @@ from fp8fs.core.experts import (
     experts_warning,
     is_stacked,
     split_experts,
+    split_warning,
 )
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
 from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
@@ -190,6 +191,7 @@ class _Planner:
             if component.path in stacked:
                 self.components[i], headers = split_experts(component, self.headers)
                 self.headers |= headers
+                self._warn(component, split_warning(component))
 
     # -- components ---------------------------------------------------------------------------------
 

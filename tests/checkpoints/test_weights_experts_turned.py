@@ -212,6 +212,15 @@ def test_turned_or_not_are_two_objects(tmp_path: Path) -> None:
     assert len(keys) == 3
 
 
+@pytest.mark.parametrize("architecture", BASES)
+def test_a_reader_that_takes_no_single_experts_is_named(tmp_path: Path, architecture: str) -> None:
+    """Qwen3-VL-MoE, split: a warning says that transformers does not find them; there is none for Llama 4, or unsplit."""
+    write(tmp_path / "src", 64, 48, architecture=architecture)
+    split = look(tmp_path / "src", split_experts=True)
+    assert split.warned("Qwen3VLMoe", "makes up others") is (architecture == QWEN)
+    assert not look(tmp_path / "src").warned("Qwen3VLMoe", "makes up others")
+
+
 def test_the_config_must_agree(tmp_path: Path) -> None:
     """Shapes that are not what config.json says of the model's width are refused; right ones are not."""
     write(tmp_path / "right", 64, 48, text_config={"hidden_size": 64})
