@@ -138,6 +138,8 @@ def _settle(spec: MountSpec) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.chdir("/")  # libfuse does it anyway; every path is absolute
+    # numpy, if anything needs it, comes with a BLAS that starts a thread per core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.umask(0o077)  # what is made without a mode of its own (a kernel cache, a core) is ours alone
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
