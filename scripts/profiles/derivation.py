@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,23 @@ def readable_json(value: Any, indent: str = "", width: int = 150) -> str:
     return f"{opening}\n{deeper}" + f",\n{deeper}".join(items) + f"\n{indent}{closing}"
 
 
-def write_or_check(document: dict[str, Any], file_name: str, *, check: bool) -> int:
-    """Write the profiles, or compare them with the file that is checked in. Returns the exit code."""
+def only(document: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """What the document says of some classes."""
+    profiles = [profile for profile in document["profiles"] if profile["class"] in classes]
+    failed = {name: why for name, why in document["not_derived"].items() if name in classes}
+    return document | {"profiles": profiles, "not_derived": failed}
+
+
+def write_or_check(
+    document: dict[str, Any], file_name: str, *, check: bool, classes: Sequence[str] = ()
+) -> int:
+    """Write the profiles, or compare them with the file that is checked in. Returns the exit code.
+
+    ``classes``: those alone, where not all were derived: they are compared, or printed.
+    """
+    if classes and not check:
+        print(json.dumps(document, indent=1))
+        return 0
     path = PROFILES / file_name
     text = readable_json(document) + "\n"
     if not check:
@@ -177,6 +192,11 @@ def write_or_check(document: dict[str, Any], file_name: str, *, check: bool) -> 
         )
         return 0
     stored = json.loads(path.read_text())
+    if classes:
+        stored = only(stored, classes)
+    if classes and not stored["profiles"]:
+        print(f"{file_name}: no class {' or '.join(classes)}", file=sys.stderr)
+        return 1
     if stored == document:
         print(f"{file_name}: {len(document['profiles'])} classes as checked in")
         return 0

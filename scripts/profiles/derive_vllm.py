@@ -513,9 +513,6 @@ def main() -> int:
         else:
             profiles.append(result)
         print(name, failed.get(name, "ok"), file=sys.stderr, flush=True)
-    if options.classes:
-        print(json.dumps({"profiles": profiles, "not_derived": failed}, indent=1))
-        return 0
     document = {
         "engine": ENGINE,
         "version": VERSION,
@@ -523,7 +520,7 @@ def main() -> int:
         "profiles": profiles,
         "not_derived": failed,
     }
-    return derivation.write_or_check(document, FILE, check=options.check)
+    return derivation.write_or_check(document, FILE, check=options.check, classes=options.classes)
 
 
 if __name__ == "__main__":

@@ -457,9 +457,6 @@ def main() -> int:
             except Exception as error:  # noqa: BLE001  (recorded: the class has no profile)
                 failed[name] = f"{type(error).__name__}: {str(error)[:160]}"
             print(name, failed.get(name, "ok"), file=sys.stderr, flush=True)
-    if options.classes:
-        print(json.dumps(profiles, indent=1))
-        return 0
     document = {
         "engine": ENGINE,
         "version": VERSION,
@@ -467,7 +464,7 @@ def main() -> int:
         "profiles": profiles,
         "not_derived": failed,
     }
-    return derivation.write_or_check(document, FILE, check=options.check)
+    return derivation.write_or_check(document, FILE, check=options.check, classes=options.classes)
 
 
 if __name__ == "__main__":
