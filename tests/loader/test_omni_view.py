@@ -48,6 +48,7 @@ def assert_as_written_offline(
     facts: dict[str, Any],
     offline: Path,
     *,
+    scheme: str,
     runtime_names: bool,
 ) -> None:
     """The view of blocks has the tests' own conversion of the source, byte for byte: scales in the runtime's row order.
@@ -59,7 +60,7 @@ def assert_as_written_offline(
         source,
         offline,
         model=model,
-        scheme="block",
+        scheme=scheme,
         facts=facts | chosen,
         runtime_names=runtime_names,
     )
@@ -212,23 +213,26 @@ def test_rank_local(
     )
     assert_right(results)
     assert all(result["mapped"] and result["rank_local"] for result in results)
+    assert all(result["copied"] == COPIED.get(model, []) for result in results)
     online = omni_online(model, view.ignored_layers())
     assert {digests(result) for result in results} == {digests(online)}
 
 
 @pytest.mark.parametrize(
-    ("model", "kernel"),
+    ("model", "kernel", "scheme"),
     [
-        ("h3", "cutlass-block"),
-        ("h3", "triton-block"),
-        ("h3", "deepgemm-block"),
-        ("wan", "triton-block"),
-        ("qwen", "cutlass-block"),
+        ("h3", "cutlass-block", "block"),
+        ("h3", "triton-block", "block"),
+        ("h3", "deepgemm-block", "block"),
+        ("wan", "triton-block", "block"),
+        ("qwen", "cutlass-block", "block"),
+        ("h3", "triton-block", "block_free"),
     ],
 )
 def test_block_is_mapped(
     model: str,
     kernel: str,
+    scheme: str,
     omni: Omni,
     mounted: Mount,
     omni_source: Source,
@@ -237,7 +241,7 @@ def test_block_is_mapped(
 ) -> None:
     """A view with block scales is mapped, cold and warm, and the CUDA kernel classes compute right with it."""
     source, facts = omni_source(model)
-    view = mounted(source, "--scheme", "block", *MAPPED[model])
+    view = mounted(source, "--scheme", scheme, *MAPPED[model])
     kernel_option = ("--kernel", kernel)
     results = cold_and_warm(
         view,
@@ -250,13 +254,24 @@ def test_block_is_mapped(
     copied = results[0]["fp8_linears"] if kernel == "deepgemm-block" else COPIED.get(model, [])
     assert all(result["mapped"] and sorted(result["copied"]) == copied for result in results)
     names = MAPPED[model] == RUNTIME
-    assert_as_written_offline(view, model, source, facts, tmp_path / "offline", runtime_names=names)
+    assert_as_written_offline(
+        view, model, source, facts, tmp_path / "offline", scheme=scheme, runtime_names=names
+    )
 
 
-@pytest.mark.parametrize(("model", "options"), [("h3", ("--ordinary",)), ("wan", ()), ("qwen", ())])
+@pytest.mark.parametrize(
+    ("model", "options", "scheme"),
+    [
+        ("h3", ("--ordinary",), "block"),
+        ("wan", (), "block"),
+        ("qwen", (), "block"),
+        ("wan", (), "block_free"),
+    ],
+)
 def test_block_loads_without_the_plugin(
     model: str,
     options: tuple[str, ...],
+    scheme: str,
     omni: Omni,
     mounted: Mount,
     omni_source: Source,
@@ -264,7 +279,7 @@ def test_block_loads_without_the_plugin(
 ) -> None:
     """The ordinary loader reads a view with block scales under the checkpoint's names, cold and warm."""
     source, facts = omni_source(model)
-    view = mounted(source, "--scheme", "block")
+    view = mounted(source, "--scheme", scheme)
     kernel = ("--kernel", "triton-block")
     (result,) = cold_and_warm(
         view,
@@ -274,7 +289,9 @@ def test_block_loads_without_the_plugin(
     )
     assert not result["mapped"]
     assert_right([result])
-    assert_as_written_offline(view, model, source, facts, tmp_path / "offline", runtime_names=False)
+    assert_as_written_offline(
+        view, model, source, facts, tmp_path / "offline", scheme=scheme, runtime_names=False
+    )
 
 
 def test_h3_block_without_the_plugin_shows_the_engines_own_fault(
