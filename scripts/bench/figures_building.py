@@ -5,10 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from figure import Line, at_least, at_most, ratio, told
-from measure import Run, drop_caches, files_below, interleaved, median, run, settle, warm, written
+from measure import (
+    drop_caches,
+    files_below,
+    interleaved,
+    median,
+    run,
+    settle,
+    streamed,
+    warm,
+    written,
+)
 from workloads import small_tensors
 from world import World
 
@@ -31,10 +42,7 @@ def against_copy(world: World) -> list[Line]:
     def take_build() -> float:
         nonlocal view_bytes
         seconds = world.cold_build(world.main)
-        view_bytes = sum(
-            path.stat().st_size
-            for path in files_below(world.store / "v1" / "objects", ".safetensors")
-        )
+        view_bytes = _view_bytes(world)
         return seconds
 
     def take_write() -> float:
@@ -186,47 +194,101 @@ def growth(world: World) -> list[Line]:
     64 x 64, source in the page cache. The price of a further GB (or tensor) between the first two sizes is compared
     with that between the last two: the fixed cost of a process cancels, and anything that grows faster than the
     checkpoint shows. Where the largest checkpoint and its result do not fit into memory together, all three are read
-    from the disk (page cache dropped before each). Peak memory of the 1, 4 and 16 GB builds is F10's.
+    from the disk (page cache dropped before each). Beside the gigabytes, in the same turns: the machine's own growth,
+    one thread that reads the source and one that writes and syncs as many bytes as the view has. Peak memory of the
+    1, 4 and 16 GB builds is F10's.
     """
     sizes = (1, 2, 4) if world.quick else (1, 4, 16)
     counts = (1_000, 4_000, 16_000) if world.quick else (1_000, 10_000, 100_000)
     gigabytes = {n: world.llama(n * _GB, shards=max(4, n)) for n in sizes}
     tensors = {n: small_tensors(world.scratch / "src" / f"small-{n}", n) for n in counts}
-    lines = []
-    for what, unit, sources, scale in (
-        ("GB", "1/GB", gigabytes, 1.0),
-        ("tensor", "1/tensor", tensors, 1e6),
-    ):
-        runs: dict[int, list[Run]] = {size: [] for size in sources}
-        fits = max(map(_total_bytes, sources.values())) * 1.6 < 0.8 * _memory_bytes()
-        for _ in range(world.repetitions):
-            for size, source in sources.items():
-                world.remove(world.store)
-                if fits or not world.root:
-                    warm(files_below(source))
-                else:
-                    drop_caches()
-                settle()
-                runs[size].append(world.build(source))
-        seconds = {size: median([r.wall_s for r in many]) for size, many in runs.items()}
-        first, second, third = sources
-        early = (seconds[second] - seconds[first]) / (second - first)
-        late = (seconds[third] - seconds[second]) / (third - second)
-        each = "s" if scale == 1.0 else "us"
-        lines.append(
-            at_most(
-                "F13",
-                f"price of a further {what}: {second} to {third} / {first} to {second}",
-                late / early,
-                "ratio",
-                1.15,
-                f"{early * scale:.3g} and {late * scale:.3g} {each}, source {'cached' if fits else 'on disk'}; whole builds "
-                + ", ".join(f"{size}: {s:.2f} s" for size, s in seconds.items()),
-                {f"{size} {unit[2:]}": [r.wall_s for r in many] for size, many in runs.items()},
-            )
-        )
+    by_size, by_count = _grown(world, gigabytes), _grown(world, tensors)
     world.remove(*tensors.values(), world.store)
-    return lines
+    machine = _Prices.of(by_size["machine"])
+    return [
+        _Prices.of(by_size["build"]).line("GB", "s", 1, by_size, f"; {machine.told('s', 1)}"),
+        _Prices.of(by_count["build"]).line("tensor", "us", 1e6, by_count),
+    ]
+
+
+def _grown(world: World, sources: dict[int, Path]) -> dict[str, dict[int, list[float]]]:
+    """Samples of "build" and "machine" for each size, in turn."""
+    samples: dict[str, dict[int, list[float]]] = {
+        name: {size: [] for size in sources} for name in ("build", "machine")
+    }
+    fits = max(map(_total_bytes, sources.values())) * 1.6 < 0.8 * _memory_bytes()
+    plain = world.scratch / "plain"
+
+    def prepare(source: Path) -> None:
+        if fits or not world.root:
+            warm(files_below(source))
+        else:
+            drop_caches()
+        settle()
+
+    for _ in range(world.repetitions):
+        for size, source in sources.items():
+            world.remove(world.store)
+            prepare(source)
+            samples["build"][size].append(world.build(source).wall_s)
+            nbytes = _view_bytes(world)
+            world.remove(world.store, plain)
+            prepare(source)
+            samples["machine"][size].append(streamed(files_below(source), plain, nbytes))
+    world.remove(plain)
+    return samples
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """Median seconds of each size, and what one more of the unit costs between the sizes."""
+
+    seconds: dict[int, float]
+    early: float
+    late: float
+
+    @classmethod
+    def of(cls, samples: dict[int, list[float]]) -> _Prices:
+        seconds = {size: median(many) for size, many in samples.items()}
+        first, second, third = seconds
+        return cls(
+            seconds,
+            (seconds[second] - seconds[first]) / (second - first),
+            (seconds[third] - seconds[second]) / (third - second),
+        )
+
+    def told(self, unit: str, scale: float) -> str:
+        return f"the machine alone {self.early * scale:.3g} and {self.late * scale:.3g} {unit}: {self.late / self.early:.2f}"
+
+    def line(
+        self,
+        what: str,
+        unit: str,
+        scale: float,
+        samples: dict[str, dict[int, list[float]]],
+        bound: str = "",
+    ) -> Line:
+        first, second, third = self.seconds
+        whole = ", ".join(f"{size}: {s:.2f} s" for size, s in self.seconds.items())
+        return at_most(
+            "F13",
+            f"price of a further {what}: {second} to {third} / {first} to {second}",
+            self.late / self.early,
+            "ratio",
+            1.15,
+            f"{self.early * scale:.3g} and {self.late * scale:.3g} {unit}; whole builds {whole}{bound}",
+            {
+                f"{name}, {size} {what}": many
+                for name, of_size in samples.items()
+                for size, many in of_size.items()
+            },
+        )
+
+
+def _view_bytes(world: World) -> int:
+    """The bytes of what was sealed in the store."""
+    shards = files_below(world.store / "v1" / "objects", ".safetensors")
+    return sum(path.stat().st_size for path in shards)
 
 
 def _total_bytes(folder: Path) -> int:

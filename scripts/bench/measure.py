@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ __all__ = [
     "run",
     "settle",
     "spread",
+    "streamed",
     "warm",
     "written",
 ]
@@ -152,6 +154,16 @@ def written(path: Path, nbytes: int) -> float:
         for at in range(0, nbytes, len(buffer)):
             file.write(buffer[: nbytes - at])
         os.fsync(file.fileno())
+    return time.perf_counter() - started
+
+
+def streamed(sources: Iterable[Path], target: Path, nbytes: int) -> float:
+    """Seconds of reading *sources* whole while another thread writes *target* of *nbytes* and syncs it."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(written, target, nbytes)
+        warm(sources)
+        writing.result()
     return time.perf_counter() - started
 
 
