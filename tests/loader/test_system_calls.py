@@ -16,6 +16,7 @@ import pytest
 from tests.loader import harness
 from tests.loader.forks import ForkedScripts
 from tests.loader.mounts import MountedView
+from tests.loader.omni import Omni
 from tests.loader.system_calls import read_calls
 
 pytestmark = [pytest.mark.loader, pytest.mark.fuse, pytest.mark.slow]
@@ -58,12 +59,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 def recorded(
     mounted: Callable[..., MountedView], llm_source: Callable[[str], Path], tmp_path: Path
 ) -> Callable[..., dict[str, list[str]]]:
-    """``recorded(run)``: the calls on a cold view of Llama while ``run(view, *options, workdir=...)`` reads it."""
+    """``recorded(run)``: the calls on a cold view, of Llama if not told otherwise, while ``run(view, *options,
+    workdir=...)`` reads it."""
     if shutil.which("strace") is None:
         harness.skip_or_fail("strace is not installed", "strace")
 
-    def record(run: Callable[..., Any]) -> dict[str, list[str]]:
-        view, output = mounted(llm_source("llama")), tmp_path / "strace.txt"
+    def record(run: Callable[..., Any], source: Path | None = None) -> dict[str, list[str]]:
+        view, output = mounted(source or llm_source("llama")), tmp_path / "strace.txt"
         run(view.path, "--strace", output, workdir=tmp_path / "run")
         view.assert_made_once()
         return read_calls(output, view.path)
@@ -108,3 +110,19 @@ def test_vllm_does_to_a_view_what_is_known(
         vllm.run("vllm_generate", folder, *options, workdir=workdir)
 
     assert recorded(run) == EXPECTED["vllm"]
+
+
+def test_vllm_omni_does_to_a_view_what_is_known(
+    recorded: Callable[..., dict[str, list[str]]],
+    omni: Omni,
+    omni_source: Callable[[str], tuple[Path, dict[str, Any]]],
+    plugin: Path,
+) -> None:
+    """DLO makes the calls that are written down for it while it maps a pipeline, and no others; what the run itself reads
+    to compare, by safetensors and config, is among them."""
+
+    def run(folder: Path, *options: object, workdir: Path) -> None:
+        (result,) = omni.load(folder, *options, model="h3", world=1, workdir=workdir, site=plugin)
+        assert result["mapped"]
+
+    assert recorded(run, omni_source("h3")[0]) == EXPECTED["vllm-omni"]
