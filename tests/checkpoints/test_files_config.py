@@ -75,6 +75,24 @@ def test_only_one_key_is_added(tmp_path: Path, kind: str) -> None:
     assert same(after, before)
 
 
+def test_what_is_added_looks_like_what_is_around_it(tmp_path: Path) -> None:
+    """Line ends, and indentation level by level, are the text's; what was one line stays one."""
+
+    def shown(kind: str) -> bytes:
+        return look(write(tmp_path / kind, TEXTS[kind])).text("config.json")
+
+    crlf = shown("CRLF")
+    assert crlf.count(b"\n") == crlf.count(b"\r\n") > TEXTS["CRLF"].count(b"\n")
+    for kind, unit in (("two spaces", b"  "), ("four spaces", b"    "), ("tabs", b"\t")):
+        added = shown(kind).partition(KEY.encode())[2].splitlines()[1:-1]
+        indents = {line[: len(line) - len(line.lstrip())] for line in added}
+        assert {unit, unit * 2} <= indents <= {unit * n for n in range(1, 9)}, kind
+    for kind in ("one line", "one line with spaces"):
+        assert b"\n" not in shown(kind)
+    assert b", " not in shown("one line")
+    assert b'": ' not in shown("one line")
+
+
 NULLS = {
     "last": f'{{\n  {HEAD},\n  "{KEY}": null\n}}\n',
     "first": f'{{"{KEY}": null, {HEAD}}}',
