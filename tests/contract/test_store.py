@@ -91,42 +91,6 @@ def test_a_sealed_object_belongs_to_the_owner_of_its_sources(store: Store) -> No
         assert store.find_object(toy.spec) == path
 
 
-def test_a_publication_syncs_before_the_name_and_after_it(root: Path) -> None:
-    """Nothing of the data or its attributes changes between its last sync and the rename; the folder is synced behind it."""
-    steps: list[tuple[str, str]] = []
-
-    class Noting(FsIo):
-        def note(self, what: str, fd: int) -> None:
-            steps.append((what, Path(os.readlink(f"/proc/self/fd/{fd}")).name))
-
-        def pwrite_once(self, fd: int, data: memoryview, file_offset: int) -> int:
-            self.note("change", fd)
-            return super().pwrite_once(fd, data, file_offset)
-
-        def fchmod(self, fd: int, mode: int) -> None:
-            self.note("change", fd)
-            super().fchmod(fd, mode)
-
-        def futime(self, fd: int, mtime_ns: int) -> None:
-            self.note("change", fd)
-            super().futime(fd, mtime_ns)
-
-        def fsync(self, fd: int) -> None:
-            self.note("sync", fd)
-            super().fsync(fd)
-
-        def rename(self, source: StrPath, dest: StrPath, **folders: int | None) -> None:
-            steps.append(("rename", str(source)))
-            super().rename(source, dest, **folders)
-
-    toy = Toy()
-    path, _ = toy.build(Store.open(root, io=Noting()))
-    at = steps.index(("rename", "data"))
-    assert [what for what, name in steps[:at] if name == "data"][-2:] == ["change", "sync"]
-    assert ("change", "data") not in steps[at:]
-    assert steps[at + 1] == ("sync", path.parent.name)
-
-
 def test_the_record_tells_units_digest_and_facts(store: Store) -> None:
     """The record beside an object holds every unit's record, the caller's facts and the shard digest of FORMAT.md."""
     toy = Toy(count=2)
