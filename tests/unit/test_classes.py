@@ -259,17 +259,33 @@ def test_flux_is_fp8_in_its_single_blocks_only() -> None:
     assert {*double, "transformer_blocks.0.attn.to_qkv"} == ignored(planned)
 
 
-def test_a_class_without_fp8_is_served_unchanged() -> None:
+WITHOUT_FP8 = (
+    "AnimaTransformer3DModel",
+    "CausalWanModel",
+    "HiDreamImageTransformer2DModel",
+    "LingBotVideoTransformer3DModel",
+    "LongCatImageTransformer2DModel",
+    "LongCatVideoAvatarTransformer3DModel",
+    "Magi2PreviewTransformer",
+    "OvisImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "SDXLUNet2DConditionModel",
+    "SanaVideoTransformer3DModel",
+    "StableAudioDiTModel",
+    "WanS2VTransformer3DModel",
+)
+
+
+@pytest.mark.parametrize("name", WITHOUT_FP8)
+def test_a_class_without_fp8_is_served_unchanged(name: str) -> None:
     """Where the engine quantizes nothing the component stays as it is, config too, and one line says so."""
-    planned = model(
-        "SD3Transformer2DModel", linears("transformer_blocks.0.attn.to_q"), kind="diffusers"
-    )
+    planned = model(name, linears("transformer_blocks.0.attn.to_q"), kind="diffusers")
     assert fp8(planned) == set()
     assert planned.entries["config.json"].kind == "source"
     assert planned.entries[ONE].kind == "source"
     assert (planned.fp8_bytes, planned.weight_bytes) == (0, 32 * 64 * 2)
     assert planned.warnings == (
-        ".: vllm-omni 0.30.0 quantizes nothing in SD3Transformer2DModel: served unchanged",
+        f".: vllm-omni 0.30.0 quantizes nothing in {name}: served unchanged",
         "nothing is quantized: the view equals the source",
     )
 
