@@ -24,7 +24,7 @@ def _native(world: World) -> list[Path]:
 def warm_reads(world: World) -> list[Line]:
     """All shards of a finished checkpoint, opened and read (``read``: preadv of 8 MiB into one buffer; ``mmap``:
     shared mapping, copied out 8 MiB at a time) through the mount's paths and by the sealed files' own paths, by the
-    same single-threaded program, mount and native in turn. Hot: every page is in the page cache, which both share,
+    same single-threaded program on the same processor, mount and native in turn. Hot: every page is in the page cache, which both share,
     for they are the same inodes. Dropped: sync and drop_caches before each sample. The mount is warm (it was
     mounted on a finished store) and hands the files over; opening the paths through FUSE is part of the time.
     """
@@ -44,9 +44,9 @@ def warm_reads(world: World) -> list[Line]:
                     return world.inside(world.subject, "read_files.py", how, *files)["seconds"]
 
                 views = mount.shards
-                # Hot samples take a tenth of a second: more of them, for anything else that runs shows in them.
+                # Samples take a tenth of a second, or a second: more of them, for anything else that runs shows in them.
                 samples = interleaved(
-                    world.repetitions * (3 if state == "hot" else 1),
+                    world.repetitions * (3 if state == "hot" else 2),
                     {"native": lambda t=take: t(native), "mount": lambda t=take, v=views: t(v)},
                 )
                 nbytes = sum(path.stat().st_size for path in native)

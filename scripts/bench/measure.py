@@ -104,11 +104,13 @@ def spread(samples: Sequence[float]) -> float:
 def interleaved(
     repetitions: int, variants: Mapping[str, Callable[[], float]]
 ) -> dict[str, list[float]]:
-    """Samples of each variant, taken A B A B ..., so that slow minutes of the machine hit all alike."""
+    """Samples of each variant, taken A B B A A B ..., so that slow minutes hit all alike, and none is always first."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
     for _ in range(repetitions):
-        for name, take in variants.items():
-            samples[name].append(take())
+        for name in order:
+            samples[name].append(variants[name]())
+        order.reverse()
     return samples
 
 
