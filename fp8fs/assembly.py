@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ import msgspec
 
 from fp8fs.core.attributes import Owner
 from fp8fs.core.checkpoint import Checkpoint
-from fp8fs.core.fingerprint import Hint, encode_hints, parse_hints
 from fp8fs.core.layout import plan
 from fp8fs.core.manifest import (
     Manifest,
@@ -46,7 +44,16 @@ from fp8fs.errors import (
 )
 from fp8fs.plan_cache import keep_plan, kept_plan, plan_key
 from fp8fs.quant import quantizer_factory
-from fp8fs.source import Source, hints_key
+from fp8fs.remembered import (
+    Adopted,
+    read_hints,
+    read_scan,
+    recorded_keep,
+    with_adopted_dates,
+    write_hints,
+    write_scan,
+)
+from fp8fs.source import Source
 from fp8fs.space import shortage
 from fp8fs.store.store import Pin, Store, Tree
 from fp8fs.tree import TreeKeeper
@@ -64,12 +71,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-SCAN_SCHEMA = 1
-
-_IDENTITY = re.compile(r"[0-9a-f]{32}")
-_NO_DATE_NS = 2**62
-"""Later (2116) than any file; some filesystems end not far behind."""
 
 
 def default_store_root() -> Path:
@@ -241,15 +242,15 @@ def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool =
     if store_root is not None:
         _refuse_store_inside(store_root, src)
     store, why_no_store = _open_store(store_root, create=create)
-    adopted = _Adopted(store) if store is not None else None
-    source = Source.open(src, hints=_read_hints(store, src), adopted=adopted)
+    adopted = Adopted(store) if store is not None else None
+    source = Source.open(src, hints=read_hints(store, src), adopted=adopted)
     try:
         if store_root is not None:
             _refuse_store_inside(store_root, source.root)
         checkpoint = source.checkpoint
         if adopted is not None and adopted.dates:
-            checkpoint = _with_adopted_dates(checkpoint, adopted.dates)
-        full = msgspec.structs.replace(recipe, recorded_keep=_recorded_keep(store, checkpoint))
+            checkpoint = with_adopted_dates(checkpoint, adopted.dates)
+        full = msgspec.structs.replace(recipe, recorded_keep=recorded_keep(store, checkpoint))
         owner = _owner()
         key = plan_key(checkpoint, source.fingerprints, full, owner) if store is not None else ""
         planned = kept_plan(store, key) if store is not None and key else None
@@ -313,7 +314,7 @@ def assemble(
             with suppress(StoreError):  # a read-only store is never collected by us
                 pin = store.pin(found.plan.plan_id)
             if store.writable:
-                _write_hints(store, src, found.source)
+                write_hints(store, src, found.source)
                 warnings += filter(None, [shortage(found.plan, store)])
             keeper = _prepared_tree(found, store, warnings, need_store=need_store)
         engine = Engine(
@@ -388,9 +389,9 @@ def record_non_finite(found: Survey, bad: Iterable[NonFinite]) -> int:
     new = 0
     for path, tensors in by_shard.items():
         identity = found.checkpoint.shards[path].identity
-        known = _read_scan(store, identity)
+        known = read_scan(store, identity)
         new += len(tensors.keys() - known.keys())
-        store.write_scan(identity, {"schema": SCAN_SCHEMA, "non_finite": known | tensors})
+        write_scan(store, identity, known | tensors)
     return new
 
 
@@ -453,82 +454,3 @@ def _refuse_store_inside(store_root: Path, src: Path) -> None:
             f"the store {store_root} is inside SRC {src}",
             hint="choose --store ROOT outside of it",
         )
-
-
-class _Adopted(Mapping[str, str]):
-    """identity -> the older identity that ``verify --adopt`` proved equal, read from the store when asked.
-
-    ``dates`` collects the mtime that goes with each older identity that was asked for: a shard shows the
-    date of the bytes that it was proved equal to, so that what is sealed already still fits.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.dates: dict[str, int] = {}
-
-    def __getitem__(self, identity: str) -> str:
-        value = self._store.read_adopted(identity)
-        if not isinstance(value, dict):
-            raise KeyError(identity)
-        older, mtime_ns = value.get("identity"), value.get("mtime_ns")
-        if not isinstance(older, str) or not _IDENTITY.fullmatch(older):
-            raise KeyError(identity)
-        if not isinstance(mtime_ns, int) or not 0 <= mtime_ns < _NO_DATE_NS:
-            raise KeyError(identity)
-        self.dates[older] = mtime_ns
-        return older
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _with_adopted_dates(checkpoint: Checkpoint, dates: Mapping[str, int]) -> Checkpoint:
-    """The checkpoint as it was dated when its adopted shards were first seen."""
-    entries, shards = dict(checkpoint.entries), dict(checkpoint.shards)
-    for path, shard in checkpoint.shards.items():
-        if shard.identity in dates:
-            entry = msgspec.structs.replace(shard.entry, mtime_ns=dates[shard.identity])
-            entries[path] = entry
-            shards[path] = msgspec.structs.replace(shard, entry=entry)
-    return msgspec.structs.replace(checkpoint, entries=entries, shards=shards)
-
-
-def _read_hints(store: Store | None, src: Path) -> dict[str, Hint] | None:
-    value = store.read_hints(hints_key(src)) if store is not None else None
-    return parse_hints(msgspec.json.encode(value)) if value is not None else None
-
-
-def _write_hints(store: Store, src: Path, source: Source) -> None:
-    try:
-        store.write_hints(hints_key(src), msgspec.json.decode(encode_hints(source.hints())))
-    except Fp8fsError as err:
-        log.warning("hints not kept: %s", err)
-
-
-def _read_scan(store: Store, identity: str) -> dict[str, int]:
-    """tensor -> index of its first NaN or Inf, as recorded for one source shard."""
-    value = store.read_scan(identity)
-    if not isinstance(value, dict) or value.get("schema") != SCAN_SCHEMA:
-        return {}
-    found = value.get("non_finite")
-    if not isinstance(found, dict):
-        return {}
-    return {str(k): v for k, v in found.items() if isinstance(v, int) and not isinstance(v, bool)}
-
-
-def _recorded_keep(store: Store | None, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Every weight of this checkpoint that a scan found to hold NaN or Inf, as the recipe names it."""
-    if store is None:
-        return ()
-    keep: set[str] = set()
-    for component in checkpoint.components:
-        for path in component.shards:
-            for tensor in _read_scan(store, checkpoint.shards[path].identity):
-                keep.add(f"{component.path}/{tensor}" if component.path else tensor)
-    return tuple(sorted(keep))
