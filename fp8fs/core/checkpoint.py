@@ -73,7 +73,7 @@ class Component(msgspec.Struct, frozen=True):
     ``model_type``) or "raw" (no config.json, or one that names no class: it is left as it is). ``shards``: the paths of the weight set in use, in index order (or
     by name). ``weight_map``: tensor name -> shard path (complete and checked against the headers).
     ``index_path``: the index file in SRC, or "" (sharded without index: one is synthesized at
-    ``<stem>.safetensors.index.json``). ``config``: the parsed config.json, None for raw. ``class_name``:
+    ``<stem>.safetensors.index.json``); ``index_metadata``: what it says beside the weight map. ``config``: the parsed config.json, None for raw. ``class_name``:
     ``_class_name`` or the first of ``architectures``, else "". ``hidden``: files of competing weight sets, with the
     reason; they are hidden where the component is quantized. ``default_quantized``: whether it is quantized when the user
     names no component (a diffusion transformer of a pipeline; the whole of a transformers model at the root).
@@ -87,6 +87,7 @@ class Component(msgspec.Struct, frozen=True):
     shards: tuple[str, ...]
     weight_map: dict[str, str]
     index_path: str
+    index_metadata: dict[str, object]
     config_path: str
     config: dict[str, object] | None
     class_name: str
@@ -195,6 +196,7 @@ def _component(
         shards=found.shards,
         weight_map=weight_map,
         index_path=found.index_path,
+        index_metadata=found.index_metadata,
         config_path=config_path,
         config=config,
         class_name=class_name,
@@ -290,17 +292,19 @@ def _weight_map(
     weight_map: dict[str, str] = {}
     twice: list[str] = []
     for shard in found.shards:
-        for name, entry in headers[shard].tensors.items():
-            other = weight_map.get(name)
-            if other is not None:
-                _check_alike(found, name, entry, other, shard, headers)
-                twice.append(name)
-            weight_map[name] = shard
+        tensors = headers[shard].tensors
+        again = [name for name in tensors if name in weight_map]
+        for name in again:
+            _check_alike(found, name, tensors[name], weight_map[name], shard, headers)
+        twice += again
+        weight_map |= dict.fromkeys(tensors, shard)
     warnings = []
     if twice:
         warnings.append(
             f"{_some(twice, 'tensor')} in more than one shard: all of them are shown; which one counts is up to the reader"
         )
+    if found.indexed == weight_map:
+        return weight_map, warnings
     nowhere, elsewhere = [], []
     for name, shard in found.indexed.items():
         if name not in weight_map:

@@ -39,22 +39,17 @@ def parse_index(data: bytes, file: str) -> Index:
     found = whole.get("weight_map")
     if not isinstance(found, dict):
         raise SourceInvalidError(f"{file}: has no weight_map object", file=file)
-    weight_map: dict[str, str] = {}
-    plain: set[str] = set()
     for name, shard in found.items():
-        if not is_text(name):
-            raise SourceInvalidError(
-                f"{file}: tensor name {quoted(name)} is not valid text", file=file
-            )
         if not isinstance(shard, str):
             raise SourceInvalidError(
                 f"{file}: the file of tensor {quoted(name)} is not a string", file=file
             )
-        if shard not in plain:
-            _check_plain(shard, file)
-            plain.add(shard)
-        weight_map[name] = shard
-    return Index(weight_map, metadata)
+    if not is_text("".join(found)):
+        name = next(name for name in found if not is_text(name))
+        raise SourceInvalidError(f"{file}: tensor name {quoted(name)} is not valid text", file=file)
+    for shard in dict.fromkeys(found.values()):
+        _check_plain(shard, file)
+    return Index(found, metadata)
 
 
 def encode_index(
@@ -62,10 +57,8 @@ def encode_index(
 ) -> bytes:
     """The index as JSON, two spaces of indent, weight_map sorted by tensor name, ``metadata.total_size`` replaced by
     *total_size* (bytes of all tensors), every other metadata key kept."""
-    whole = {
-        "metadata": {**metadata, "total_size": total_size},
-        "weight_map": {name: weight_map[name] for name in sorted(weight_map)},
-    }
+    by_name = msgspec.Raw(msgspec.json.encode(weight_map, order="sorted"))
+    whole = {"metadata": {**metadata, "total_size": total_size}, "weight_map": by_name}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
 
 

@@ -30,7 +30,7 @@ from fp8fs.core.experts import (
     split_warning,
 )
 from fp8fs.core.identity import digest_bytes, group_id, object_id, plan_id
-from fp8fs.core.placement import Placed, ViewTensor, place, scale_bytes, scale_name
+from fp8fs.core.placement import Placed, Scales, ViewTensor, place, scale_name
 from fp8fs.core.plan import (
     Cut,
     Cutter,
@@ -260,6 +260,7 @@ class _Planner:
         *in_view*: the tensors that hold them, where those are not the source's.
         """
         add = self.rows.append
+        scales = Scales(scheme)
         chosen = iter(decisions)
         for path in component.shards:
             for name, entry in self.headers[path].tensors.items():
@@ -271,9 +272,9 @@ class _Planner:
                     rows, cols = entry.shape
                     dtype_out, bytes_out = FP8, rows * cols
                     if holder is None:
-                        bytes_out += scale_bytes(scheme, rows, cols)
+                        bytes_out += scales[entry.shape][1]
                     elif holder.pieces[0].tensor == name:  # the scale of all counts for the first
-                        bytes_out += scale_bytes(scheme, *holder.shape)
+                        bytes_out += scales[holder.shape][1]
                 elif holder is not None and holder.cast:
                     dtype_out, bytes_out = holder.cast, nbytes(holder.cast, entry.shape)
                 if holder is not None and holder.name != name:
@@ -352,7 +353,7 @@ class _Planner:
         made_ns = max(shard.mtime_ns for shard in shards)  # both texts repeat what headers say
         index = index_path(component)
         if index:
-            content = view_index(component, texts.get(component.index_path), tensors, scheme)
+            content = view_index(component, tensors, scheme)
             readers = [entries[component.index_path]] if component.index_path else shards
             if not component.index_path:
                 self.notes.append(f"{shown(component)}: has no index; {index} is made")
@@ -476,10 +477,14 @@ def _check_scale_names(
     shards: Iterable[Iterable[ViewTensor]], scheme: str, taken: Mapping[str, str]
 ) -> None:
     """Refuse a component in which a scale's name is taken. *taken*: tensor name -> shard path."""
+    suffix = scale_name("", scheme)
+    weights = {name.removesuffix(suffix) for name in taken if name.endswith(suffix)}
+    if not weights:
+        return
     for tensors in shards:
         for tensor in tensors:
-            scale = scale_name(tensor.name, scheme)
-            if tensor.quantize and scale in taken:
+            if tensor.quantize and tensor.name in weights:
+                scale = tensor.name + suffix
                 raise SourceInvalidError(
                     f'{taken[scale]}: tensor "{scale}" exists already, where the scale of "{tensor.name}" would go',
                     hint=f"--keep {tensor.name}",

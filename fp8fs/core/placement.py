@@ -29,6 +29,7 @@ from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 __all__ = [
     "HeaderEntry",
     "Placed",
+    "Scales",
     "ViewTensor",
     "place",
     "scale_bytes",
@@ -98,6 +99,24 @@ def scale_bytes(scheme: str, rows: int, cols: int) -> int:
     return 4 * -(-rows // BLOCK[0]) * -(-cols // BLOCK[1])
 
 
+class Scales(dict[tuple[int, ...], tuple[tuple[int, ...], int]]):
+    """Shape and bytes of a weight's scale by the shape of the weight: a model has thousands of weights of a few shapes.
+
+    ``suffix``: what a weight's name ends with when it is its scale's.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        super().__init__()
+        self.suffix = scale_name("", scheme)
+        self._scheme = scheme
+
+    def __missing__(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        rows, cols = shape
+        found = scale_shape(self._scheme, rows, cols), scale_bytes(self._scheme, rows, cols)
+        self[shape] = found
+        return found
+
+
 def place(
     tensors: Iterable[ViewTensor],
     scheme: str,
@@ -109,6 +128,7 @@ def place(
     *groups*: index of each group whose members share a scale.
     """
     groups = groups or {}
+    scales = Scales(scheme)
     aligned: list[ViewTensor] = []
     pairs: list[ViewTensor] = []
     odd: list[ViewTensor] = []
@@ -127,15 +147,17 @@ def place(
         entries.append((tensor.name, tensor.kept_dtype, tensor.shape, begin, end))
     pairs_begin = end
     for tensor in pairs:
-        rows, cols = tensor.shape
-        begin, middle = end, end + rows * cols
-        end = middle + scale_bytes(scheme, rows, cols)
-        entries.append((tensor.name, FP8, tensor.shape, begin, middle))
-        entries.append(_scale_entry(tensor, scheme, middle, end))
+        name, shape = tensor.name, tensor.shape
+        scale, scale_size = scales[shape]
+        begin, middle = end, end + shape[0] * shape[1]
+        end = middle + scale_size
+        entries.append((name, FP8, shape, begin, middle))
+        entries.append((name + scales.suffix, "F32", scale, middle, end))
     odd_scales_begin = end
     for tensor in odd:
-        begin, end = end, end + scale_bytes(scheme, *tensor.shape)
-        entries.append(_scale_entry(tensor, scheme, begin, end))
+        scale, scale_size = scales[tensor.shape]
+        begin, end = end, end + scale_size
+        entries.append((tensor.name + scales.suffix, "F32", scale, begin, end))
     rest_begin = end
     for tensor in rest:
         begin, end = end, end + tensor.kept_bytes
@@ -151,22 +173,19 @@ def place(
     _copies(units, aligned, base)
     position = base + pairs_begin
     for tensor in pairs:
-        unit = _weight(tensor, scheme, groups.get(tensor.group, -1), position)
-        units.append(unit)
-        position += unit.data.length + scale_bytes(scheme, *tensor.shape)
+        data = Extent(position, tensor.shape[0] * tensor.shape[1])
+        scale_extent = Extent(position + data.length, scales[tensor.shape][1])
+        units.append(_weight(tensor, scheme, groups.get(tensor.group, -1), data, scale_extent))
+        position = scale_extent.start + scale_extent.length
     _copies(units, rest, base + rest_begin)
     position, scale_position = base + odd_begin, base + odd_scales_begin
     for tensor in odd:
-        unit = _weight(tensor, scheme, groups.get(tensor.group, -1), position, scale_position)
-        units.append(unit)
-        position += unit.data.length
-        scale_position += scale_bytes(scheme, *tensor.shape)
+        data = Extent(position, tensor.shape[0] * tensor.shape[1])
+        scale_extent = Extent(scale_position, scales[tensor.shape][1])
+        units.append(_weight(tensor, scheme, groups.get(tensor.group, -1), data, scale_extent))
+        position += data.length
+        scale_position += scale_extent.length
     return Placed(preamble, tuple(units), base + end)
-
-
-def _scale_entry(tensor: ViewTensor, scheme: str, begin: int, end: int) -> HeaderEntry:
-    shape = scale_shape(scheme, *tensor.shape)
-    return scale_name(tensor.name, scheme), "F32", shape, begin, end
 
 
 def _copies(units: list[Unit], tensors: Iterable[ViewTensor], position: int) -> None:
@@ -200,15 +219,9 @@ def _copies(units: list[Unit], tensors: Iterable[ViewTensor], position: int) -> 
         position += size
 
 
-def _weight(
-    tensor: ViewTensor, scheme: str, group: int, position: int, scale_position: int | None = None
-) -> Unit:
-    """The unit of a quantized weight at *position*, its scale there or right behind it."""
+def _weight(tensor: ViewTensor, scheme: str, group: int, data: Extent, scale: Extent) -> Unit:
+    """The unit of a quantized weight."""
     rows, cols = tensor.shape
-    data = Extent(position, rows * cols)
-    if scale_position is None:
-        scale_position = position + rows * cols
-    scale = Extent(scale_position, scale_bytes(scheme, rows, cols))
     return Unit(
         tensor.name,
         scheme,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from fp8fs.core import config_diffusers, config_vllm
 from fp8fs.core.checkpoint import Component
-from fp8fs.core.index import encode_index, parse_index
+from fp8fs.core.index import encode_index
 from fp8fs.core.json_text import set_key
-from fp8fs.core.placement import ViewTensor, scale_bytes, scale_name
+from fp8fs.core.placement import Scales, ViewTensor
 from fp8fs.core.profiles import Profile
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 from fp8fs.core.row_order import QKV
@@ -144,32 +144,35 @@ def index_path(component: Component) -> str:
     return _below(component, f"{stem}.safetensors.index.json")
 
 
-def view_index(
-    component: Component, source: bytes | None, shards: Sequence[Sequence[ViewTensor]], scheme: str
-) -> bytes:
-    """The index of the view's tensors: scales added, ``total_size`` right, other metadata as in *source*.
+def view_index(component: Component, shards: Sequence[Sequence[ViewTensor]], scheme: str) -> bytes:
+    """The index of the view's tensors: scales added, ``total_size`` right, other metadata as in SRC's.
 
     Raises: SourceInvalidError for a shard that JSON cannot name.
     """
-    metadata = parse_index(source, component.index_path).metadata if source is not None else {}
     prefix = len(_below(component, ""))
+    scales = Scales(scheme)
     weight_map: dict[str, str] = {}
-    total = 0
+    count = total = 0
     for path, tensors in zip(component.shards, shards, strict=True):
-        file = path[prefix:]
+        names: list[str] = []
         for tensor in tensors:
-            # A tensor that several shards hold is where the component's map says, its scale beside it.
-            if component.weight_map.get(tensor.name, path) == path:
-                weight_map[tensor.name] = file
-                if tensor.quantize:
-                    weight_map[scale_name(tensor.name, scheme)] = file
+            names.append(tensor.name)
             if tensor.quantize:
-                rows, cols = tensor.shape
-                total += rows * cols + scale_bytes(scheme, rows, cols)
+                names.append(tensor.name + scales.suffix)
+                shape = tensor.shape
+                total += shape[0] * shape[1] + scales[shape][1]
             else:
                 total += tensor.kept_bytes
+        weight_map |= dict.fromkeys(names, path[prefix:])
+        count += len(names)
+    if len(weight_map) < count:
+        # A tensor that several shards hold is where the component's map says, its scale beside it.
+        for name, path in component.weight_map.items():
+            for each in (name, name + scales.suffix):
+                if each in weight_map:
+                    weight_map[each] = path[prefix:]
     try:
-        return encode_index(metadata, weight_map, total)
+        return encode_index(component.index_metadata, weight_map, total)
     except UnicodeEncodeError as err:
         odd = err.object.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         raise SourceInvalidError(

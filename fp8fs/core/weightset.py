@@ -51,7 +51,7 @@ class WeightSet(msgspec.Struct, frozen=True):
     """The weights of one folder. Paths are relative to SRC.
 
     ``shards`` by name, numbers in them by value. ``index_path``: the index that names them, or "".
-    ``indexed``: what the index says, tensor -> shard path. ``hidden``: the files of competing sets, with the reason.
+    ``indexed``: what the index says, tensor -> shard path; ``index_metadata``: its other part. ``hidden``: the files of competing sets, with the reason.
     ``extras``: other safetensors files, that no loader is sure to read or to leave alone. ``notes``: what else was
     decided, one sentence each. ``collection``: files under several names that no index ties together. ``adapter``: these are not a model's weights but what is added to them. ``mistral``: Mistral's own format,
     which is described by params.json.
@@ -61,6 +61,7 @@ class WeightSet(msgspec.Struct, frozen=True):
     shards: tuple[str, ...]
     index_path: str
     indexed: dict[str, str]
+    index_metadata: dict[str, object]
     hidden: dict[str, str]
     extras: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -140,15 +141,17 @@ def _choose(
     doubles = _doubles(candidates)
     left = {stem: c for stem, c in candidates.items() if stem not in doubles}
     chosen = _chosen_stems(folder, left, texts)
-    index_path, indexed = "", dict[str, str]()
+    index_path, indexed, metadata = "", dict[str, str](), dict[str, object]()
     shards: list[str] = []
     for stem in chosen:
         candidate = left[stem]
         if candidate.index:
             index_path = join(folder, candidate.index)
             index = parse_index(texts[index_path], index_path)
-            indexed = {tensor: join(folder, name) for tensor, name in index.weight_map.items()}
-            shards += sorted(set(index.weight_map.values()))
+            paths = {name: join(folder, name) for name in sorted(set(index.weight_map.values()))}
+            indexed = {tensor: paths[name] for tensor, name in index.weight_map.items()}
+            metadata = index.metadata
+            shards += paths
         elif candidate.single:
             shards.append(candidate.single)
         else:
@@ -166,6 +169,7 @@ def _choose(
         tuple(join(folder, name) for name in sorted(shards, key=_natural)),
         index_path,
         indexed,
+        metadata,
         {join(folder, name): why for name, why in sorted(hidden.items()) if name not in used},
         tuple(join(folder, name) for name in sorted(extras) if not _is_adapter(_stem(name))),
         _notes(folder, names, known),
