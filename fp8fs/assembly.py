@@ -9,11 +9,12 @@ The daemon calls ``assemble`` and then ``Assembled.view``; nothing else wires th
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -108,8 +109,7 @@ class Survey:
 
     ``checkpoint`` is the source's, with the dates of adopted shards. ``recipe`` includes the keep list
     that earlier scans recorded. ``store`` is None where it cannot
-    be used at all, with the reason in ``why_no_store``. ``unkept``: the key under which the plan is to be kept
-    once its tree is finished, "" if it is kept or need not be.
+    be used at all, with the reason in ``why_no_store``. ``plan_is_kept``: the plan was found in the store.
     """
 
     source: Source
@@ -118,7 +118,7 @@ class Survey:
     plan: Plan
     store: Store | None
     why_no_store: str
-    unkept: str = ""
+    plan_is_kept: bool = False
 
     @property
     def manifest(self) -> Manifest:
@@ -232,6 +232,20 @@ class Assembled:
         self.close()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: a plan is a million objects that all stay, and looking through them takes a while."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_uncollected()
 def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool = False) -> Survey:
     """Open SRC and plan its view. Reads headers, configs and a few sampled pages.
 
@@ -251,17 +265,16 @@ def survey(src: Path, recipe: Recipe, store_root: Path | None, *, create: bool =
         if adopted is not None and adopted.dates:
             checkpoint = with_adopted_dates(checkpoint, adopted.dates)
         full = msgspec.structs.replace(recipe, recorded_keep=recorded_keep(store, checkpoint))
-        owner = _owner()
-        key = plan_key(checkpoint, source.fingerprints, full, owner) if store is not None else ""
-        planned = kept_plan(store, key) if store is not None and key else None
-        if planned is not None:
-            key = ""
-        else:
-            planned = plan(checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=owner)
+        kept = None
+        if store is not None and store.keeps_plans():
+            kept = kept_plan(store, plan_key(checkpoint, source.fingerprints, full, _owner()))
+        planned = kept or plan(
+            checkpoint, full, quantizer_version=QUANTIZER_VERSION, owner=_owner()
+        )
     except BaseException:
         source.close()
         raise
-    return Survey(source, checkpoint, full, planned, store, why_no_store, key)
+    return Survey(source, checkpoint, full, planned, store, why_no_store, kept is not None)
 
 
 def _require_fp8(planned: Plan) -> None:
@@ -332,8 +345,10 @@ def assemble(
         sealed = [engine.sealed(shard) is not None for shard in range(len(found.plan.shards))]
         if not all(sealed):
             _warm(engine, found.plan)
-        elif found.unkept and store is not None and store.writable:
-            keep_plan(store, found.unkept, found.plan)
+        elif store is not None and store.writable and not found.plan_is_kept:
+            fingerprints = found.source.fingerprints
+            key = plan_key(found.checkpoint, fingerprints, found.recipe, _owner())
+            keep_plan(store, key, found.plan)
         tree = keeper.tree if keeper is not None else _finished_tree(found)
         return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:

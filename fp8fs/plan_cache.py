@@ -69,7 +69,9 @@ def plan_key(
 
 
 def kept_plan(store: Store, key: str) -> Plan | None:
-    """The plan that was kept under *key*, if it is there and whole."""
+    """The plan that was kept under *key*, if it is there and whole; none is under ""."""
+    if not key:
+        return None
     try:
         fact = store.read_plan(key)
         if not isinstance(fact, dict):
@@ -88,7 +90,9 @@ def kept_plan(store: Store, key: str) -> Plan | None:
 
 
 def keep_plan(store: Store, key: str, plan: Plan) -> None:
-    """*plan*, whose tree is finished, is found under *key* from now on. Kept or not, the view is the same."""
+    """*plan*, whose tree is finished, is found under *key* from now on, unless that is "". Kept or not, the view is the same."""
+    if not key:
+        return
     data = msgspec.msgpack.encode(plan)
     try:
         store.tree(plan.plan_id).write_manifest(data, name=_NAME)

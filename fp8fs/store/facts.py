@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Facts:
-    """scans/, hints/, adopted/: one durable JSON file per key. Thread-safe."""
+    """scans/, hints/, adopted/, plans/: one durable JSON file per key. Thread-safe."""
 
     def __init__(self, io: FsIo, places: Places) -> None:
         self._io = io
@@ -50,6 +50,15 @@ class Facts:
             return None if value is None else msgspec.json.decode(value)
         except (msgspec.MsgspecError, RecursionError):
             return None
+
+    def has_any(self, kind: str) -> bool:
+        """Whether it is worth while to make a key and ask; true where that cannot be told."""
+        try:
+            return bool(self._io.listdir(self._places.home / kind))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def write(self, kind: str, key: str, value: Any) -> None:
         """From now on, and after a power loss, the key has this value."""

@@ -214,6 +214,10 @@ class Store:
         """Record what an identity was proved equal to; durable."""
         self._write_fact("adopted", identity, value)
 
+    def keeps_plans(self) -> bool:
+        """Whether any plan was kept, so that ``read_plan`` may find one."""
+        return self._facts.has_any("plans")
+
     def read_plan(self, key: str) -> Any | None:
         """Where a plan was kept; None if nothing readable."""
         return self._facts.read("plans", key)

@@ -63,6 +63,20 @@ def test_a_kept_plan_is_the_plan(src: Path, root: Path, planned: list[Plan]) -> 
     assert len(planned) == 1
 
 
+def test_a_store_without_plans_is_not_asked_for_one(
+    src: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make a key takes time, so it is made only where a plan may be found."""
+    keys: list[str] = []
+    real = assembly.plan_key
+    monkeypatch.setattr(assembly, "plan_key", lambda *args: keys.append(real(*args)) or keys[-1])
+    plan_of(src, tmp_path / "no store")
+    with assemble(src, Recipe(), tmp_path / "new store", device="cpu"):
+        assert keys == []
+    plan_of(src, root)
+    assert len(keys) == 1
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a config": lambda src: (src / "config.json").write_text(
         (src / "config.json").read_text().replace("{", '{"extra": 1,', 1)
