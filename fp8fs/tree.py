@@ -90,7 +90,6 @@ class TreeKeeper:
         )
         for path, entry in self._plan.entries.items():
             self._place(path, entry, owned=owned)
-        self.tree.write_manifest(encode_plan(self._plan), name="plan.json")
         origin = {"src": os.fsencode(self._source.root).decode("utf-8", "replace")}
         self.tree.write_manifest(json.dumps(origin).encode(), name=ORIGIN)
         self.tree.write_manifest(encode_manifest(self._manifest))
@@ -127,6 +126,7 @@ class TreeKeeper:
                 log.warning("%s: its record is gone, the tree stays incomplete", shard.path)
                 return
             digests[shard.object_id] = record.shard_digest
+        self.tree.write_manifest(encode_plan(self._plan), name="plan.json")
         self.tree.write_manifest(encode_manifest(with_digests(self._manifest, digests)))
         self.tree.complete()
 

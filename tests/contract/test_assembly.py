@@ -13,7 +13,7 @@ import fp8fs
 from fp8fs.assembly import assemble, survey
 from fp8fs.audit import adopt, check_plan, check_store
 from fp8fs.building import finished_tree, scan_values
-from fp8fs.core.manifest import decode_manifest
+from fp8fs.core.manifest import decode_manifest, encode_plan
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import StoreFullError, UsageError
 from fp8fs.store.store import Store
@@ -70,6 +70,19 @@ def test_build_gives_a_finished_tree(src: Path, root: Path) -> None:
     assert manifest.name == "src"
     assert is_pinned_for_good(tree)
     assert origin_of(tree) == str(src)
+
+
+def test_the_whole_plan_is_in_a_finished_tree_only(src: Path, root: Path) -> None:
+    """It is as long as a large checkpoint's index and nobody waits for it; what ``ls`` needs is there at once."""
+    with assemble(src, Recipe(), root, device="cpu") as made:
+        assert made.tree is not None
+        inside = made.tree.path / ".fp8fs"
+        assert decode_manifest((inside / "manifest.json").read_bytes()).name == "src"
+        assert not (inside / "plan.json").exists()
+    with survey(src, Recipe(), None) as found:
+        expected = encode_plan(found.plan)
+    assert fp8fs.build(src, store=root) == made.tree.path
+    assert (inside / "plan.json").read_bytes() == expected
 
 
 def test_the_api_takes_paths_as_text_and_a_target(src: Path, root: Path, tmp_path: Path) -> None:
