@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -365,23 +366,28 @@ def test_a_pinned_tree_is_not_removed(store: Store, sealed: Path, tmp_path: Path
 def test_a_pin_taken_while_a_tree_is_removed_holds(store: Store) -> None:
     """Removing deletes the lock's file; a pin that waited on it ends up on the file of that name."""
     stop = threading.Event()
+    removed: list[float] = []
 
-    def remove() -> int:
-        removed = 0
+    def remove() -> None:
         while not stop.is_set():
             with suppress(StoreBusyError):
                 store.remove_tree("plan1")
-                removed += 1
-        return removed
+                removed.append(time.monotonic())
 
+    end = time.monotonic() + 60
     with ThreadPoolExecutor(1) as pool:
         remover = pool.submit(remove)
-        for _ in range(60):
-            with store.pin("plan1"):
-                store.tree("plan1").write_manifest(b"x")
-                assert (store.tree("plan1").path / ".fp8fs" / "manifest.json").exists()
-        stop.set()
-        assert remover.result() > 0
+        try:
+            pins = 0
+            while (pins < 60 or not removed) and time.monotonic() < end:
+                with store.pin("plan1"):
+                    store.tree("plan1").write_manifest(b"x")
+                    assert (store.tree("plan1").path / ".fp8fs" / "manifest.json").exists()
+                pins += 1
+        finally:
+            stop.set()
+        remover.result()
+    assert removed, "nothing was ever removed between two pins"
 
 
 def test_leftovers_are_collected_when_they_are_old(
