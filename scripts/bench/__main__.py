@@ -13,12 +13,12 @@ Needs Python 3.11+, /dev/fuse and about 30 GB below --work; root for the figures
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
 import sys
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 from environments import peers_python, subject_python
@@ -31,7 +31,7 @@ from figures_starting import commands, mount_empty, mount_warm
 from machine import describe, load
 from measure import CommandError, can_drop_caches, run
 from profile_fill import profile_fill, roofline
-from report import print_table, write_json, write_markdown
+from report import print_table, with_results, write_json
 from world import INSIDE, World
 
 CLONE = Path(__file__).resolve().parents[2]
@@ -128,9 +128,9 @@ def kept_lines(path: Path, chosen: list[Figure]) -> list[Line]:
         return []
     names = {figure.name for figure in chosen}
     kept = json.loads(path.read_text(encoding="utf-8"))["lines"]
-    fields = {field.name for field in dataclasses.fields(Line)}
+    known = {field.name for field in fields(Line)}
     return [
-        Line(**{key: value for key, value in line.items() if key in fields})
+        Line(**{key: value for key, value in line.items() if key in known})
         for line in kept
         if line["figure"] not in names
     ]
@@ -152,10 +152,11 @@ def main() -> int:
             print(profile_fill(world, roof))
             return 0
         chosen = [figure for figure in FIGURES if not names or figure.name in names]
-        lines = measure(world, chosen)
+        lines = [replace(line, commit=str(machine["commit"])) for line in measure(world, chosen)]
         whole = not names and not asked.quick and not asked.no_peers
         out = asked.out or (DOCS if whole else None)
         if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
             notes = [profile_fill(world, roof)]
             lines = kept_lines(out / "benchmarks.json", chosen) + lines
             lines.sort(key=lambda line: [figure.name for figure in FIGURES].index(line.figure))
@@ -172,7 +173,9 @@ def main() -> int:
             if world.peers is not None:
                 plot = [INSIDE / "plot.py", out / "benchmarks.json", out / "benchmarks.svg"]
                 run([world.peers, *plot], world.env)
-            write_markdown(out / "BENCHMARKS.md", FIGURES, lines, machine, notes)
+            page = out / "BENCHMARKS.md"
+            text = (page if page.exists() else DOCS / page.name).read_text(encoding="utf-8")
+            page.write_text(with_results(text, FIGURES, lines, machine, notes), encoding="utf-8")
         must = {figure.name for figure in FIGURES if figure.must}
         missed = [line for line in lines if line.verdict == "miss"]
         print(f"{sum(line.verdict == 'pass' for line in lines)} pass, {len(missed)} miss")

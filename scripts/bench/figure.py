@@ -16,7 +16,7 @@ __all__ = ["Figure", "Line", "at_least", "at_most", "ratio", "told"]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. ``limit`` None: reported, not judged. ``sense``: "<=" or ">="."""
+    """One line of the table. ``limit`` None: reported, not judged. ``sense``: "<=" or ">=". ``commit``: what was measured."""
 
     figure: str
     what: str
@@ -26,6 +26,7 @@ class Line:
     limit: float | None = None
     sense: str = "<="
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    commit: str = ""
 
     @property
     def verdict(self) -> str:

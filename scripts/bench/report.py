@@ -8,7 +8,7 @@ from pathlib import Path
 
 from figure import Figure, Line
 
-__all__ = ["BEGIN", "END", "print_table", "write_json", "write_markdown"]
+__all__ = ["BEGIN", "END", "print_table", "with_results", "write_json"]
 
 BEGIN = "<!-- begin: written by make bench -->"
 END = "<!-- end: written by make bench -->"
@@ -30,25 +30,25 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def write_markdown(
-    path: Path,
+def with_results(
+    text: str,
     figures: Sequence[Figure],
     lines: Sequence[Line],
     machine: Mapping[str, object],
     notes: Sequence[str],
-) -> None:
-    """Replace what stands between the two marks of the document; the prose around them is people's."""
-    text = path.read_text(encoding="utf-8")
+) -> str:
+    """The document with what stands between the two marks replaced; the prose around them is people's."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{path} lacks the marks {BEGIN} and {END}")
+        raise ValueError(f"the document lacks the marks {BEGIN} and {END}")
+    table = _table(lines, str(machine["commit"]))
     body = "\n\n".join(
-        ["", _machine(machine), _table(lines), "![The ratios against their goals](benchmarks.svg)"]
+        ["", _machine(machine), table, "![The ratios against their goals](benchmarks.svg)"]
         + [note.strip() for note in notes]
         + ["### How each figure is measured", _methods(figures), ""]
     )
-    path.write_text(head + BEGIN + body + END + tail, encoding="utf-8")
+    return head + BEGIN + body + END + tail
 
 
 def _machine(machine: Mapping[str, object]) -> str:
@@ -60,16 +60,24 @@ def _machine(machine: Mapping[str, object]) -> str:
     return "\n".join(rows)
 
 
-def _table(lines: Sequence[Line]) -> str:
+def _table(lines: Sequence[Line], commit: str) -> str:
+    """Lines that an earlier run left say of which commit they are."""
     rows = [
         "| | figure | measured | spread | goal | | detail |",
         "|---|---|---:|---:|---|---|---|",
     ]
     rows += [
-        f"| {line.figure} | {line.what} | {line.shown} | {line.spread} | {line.goal} | {line.verdict} | {line.detail} |"
+        f"| {line.figure} | {line.what} | {line.shown} | {line.spread} | {line.goal} | {line.verdict} | {line.detail}{_age(line, commit)} |"
         for line in lines
     ]
     return "\n".join(rows)
+
+
+def _age(line: Line, commit: str) -> str:
+    if line.commit == commit:
+        return ""
+    said = f"measured at {line.commit[:7] or 'an earlier commit'}"
+    return f"; {said}" if line.detail else said
 
 
 def _methods(figures: Sequence[Figure]) -> str:
