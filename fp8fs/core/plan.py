@@ -1,6 +1,7 @@
 """What a plan is made of, and how its parts are cut: shards into units, reads into units, matrices into tiles.
 
-``layout.plan`` makes these; everything here is frozen and holds no path of SRC's outside.
+``layout.plan`` makes these; everything here is frozen and holds no path of SRC's outside. What a large checkpoint has a
+hundred thousand of is encoded without the names of its fields (``array_like``): kept plans are read at every mount.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TILE_BYTES = 4 << 20
 TILE_MAX_BYTES = 16 << 20
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class Piece(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A run of whole rows of one source tensor: ``nbytes`` bytes at ``file_offset`` of source shard ``shard``.
 
     ``shard`` indexes ``Plan.source_shards``. A unit's pieces, one after the other, are its source matrix; of a turned unit
@@ -51,7 +52,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     tensor: str
 
 
-class Extent(msgspec.Struct, frozen=True, gc=False):
+class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Bytes [start, start + length) of one view shard, counted from the start of the file. length > 0."""
 
     start: int
@@ -66,7 +67,7 @@ class RowRun(NamedTuple):
     data_row: int
 
 
-class Unit(msgspec.Struct, frozen=True, gc=False):
+class Unit(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A kept tensor (``scheme`` "": ``data`` is a copy of the pieces), one that is kept in another dtype (CAST: its
     values, rounded to BF16), or a weight and its scale.
 
