@@ -9,11 +9,17 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# In the background of a script, or below nohup, these are ignored, and so would be by whatever the tests start.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 LONG = bool(os.environ.get("FP8FS_LONG"))
 
