@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["gc", "ls", "rm"]
 
+_SHORTEST_BEGINNING = 4
+"""Of an id: what is shorter may be a slip, or an unset variable, and says nothing of which tree is meant."""
+
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -68,7 +71,8 @@ def ls(store: Store = None, as_json: Json = False, quiet: Quiet = False) -> None
 
 def rm(
     trees: Annotated[
-        list[str], typer.Argument(metavar="TREE...", help="Ids (or their beginnings) from ls.")
+        list[str],
+        typer.Argument(metavar="TREE...", help="Ids from ls, or their beginnings (4 characters)."),
     ],
     store: Store = None,
     as_json: Json = False,
@@ -164,8 +168,14 @@ def _collect(opened: StoreDirectory, limit: int | None) -> tuple[list[str], int]
 
 
 def _chosen(word: str, known: list[TreeInfo]) -> TreeInfo:
+    """The tree whose id begins with *word*. Raises: UsageError if that is not exactly one, or *word* is short."""
     from fp8fs.errors import UsageError
 
+    if len(word) < _SHORTEST_BEGINNING:
+        raise UsageError(
+            f'"{word}" is no id of a tree',
+            hint=f"at least {_SHORTEST_BEGINNING} characters of one; fp8fs ls lists them",
+        )
     found = [tree for tree in known if tree.plan_id.startswith(word)]
     if len(found) != 1:
         how_many = "no tree" if not found else f"{len(found)} trees"

@@ -1,0 +1,48 @@
+"""``rm`` and ``gc``: which trees a word means, and which sizes there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8fs.cli import main
+from fp8fs.store.store import Store
+
+PLAN_ID = "c0ffee" * 5 + "00"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with one tree that has nothing in it."""
+    monkeypatch.setenv("FP8FS_STORE", str(tmp_path / "store"))
+    opened = Store.open(tmp_path / "store")
+    opened.tree(PLAN_ID).ensure_dir("", mode=0o755, uid=-1, gid=-1, mtime_ns=0)
+    return opened
+
+
+def trees_of(store: Store) -> list[str]:
+    return [tree.plan_id for tree in store.list_trees()]
+
+
+@pytest.mark.parametrize("word", ["", "c", "c0f"])
+def test_rm_needs_more_than_a_few_characters(
+    store: Store, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unset variable, or one letter, removes nothing, even where it could mean one tree only."""
+    assert main(["rm", word, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["code"], error["what"]) == ("usage", f'"{word}" is no id of a tree')
+    assert "at least 4 characters" in error["hint"]
+    assert trees_of(store) == [PLAN_ID]
+
+
+@pytest.mark.parametrize("word", ["c0ff", PLAN_ID])
+def test_rm_takes_an_id_or_its_beginning(
+    store: Store, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four characters that begin one id alone are enough."""
+    assert main(["rm", word, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == [PLAN_ID]
+    assert trees_of(store) == []
