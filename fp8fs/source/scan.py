@@ -104,7 +104,7 @@ def _refuse_cache(folder: str) -> None:
     """Refuse a whole HF cache: it holds many models, and none of them by itself."""
     models = sorted(
         entry.name
-        for entry in os.scandir(folder)
+        for entry in _listed(folder)
         if entry.name.startswith("models--") and _is_repository(entry.path)
     )
     if models:
@@ -132,9 +132,7 @@ def unfinished_blobs(location: Location) -> list[str]:
 
 def count_snapshots(location: Location) -> int:
     """Revisions in an HF cache repository."""
-    return sum(
-        entry.is_dir() for entry in os.scandir(os.path.join(location.bind_root, "snapshots"))
-    )
+    return sum(entry.is_dir() for entry in _listed(os.path.join(location.bind_root, "snapshots")))
 
 
 def _snapshot(repository: str) -> str:
@@ -145,7 +143,7 @@ def _snapshot(repository: str) -> str:
             revision = file.read(200).decode("ascii").strip()
     except (OSError, ValueError):
         revision = ""
-    found = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
+    found = sorted(entry.name for entry in _listed(snapshots) if entry.is_dir())
     if revision in found:
         return os.path.join(snapshots, revision)
     if len(found) == 1:
@@ -158,6 +156,19 @@ def _snapshot(repository: str) -> str:
         f"{brief(repository)}: has {len(found)} snapshots and no refs/main among them: {', '.join(map(brief, found))}",
         hint="name one of them: " + os.path.join(brief(snapshots), "<revision>"),
     )
+
+
+def _listed(folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder. Raises: SourceInvalidError if it cannot be listed."""
+    try:
+        with os.scandir(folder) as listing:
+            return list(listing)
+    except OSError as err:
+        raise _not_listed(folder, err) from err
+
+
+def _not_listed(folder: str, err: OSError) -> SourceInvalidError:
+    return SourceInvalidError(f"{brief(folder)}: cannot be listed: {os.strerror(err.errno or 0)}")
 
 
 def scan(root: str) -> dict[str, SourceEntry]:
@@ -196,9 +207,7 @@ def _walk(
                         folders.append(path)
                     entries[path] = entry
         except OSError as err:
-            raise SourceInvalidError(
-                f"{brief(folder or root)}: cannot be listed: {os.strerror(err.errno or 0)}"
-            ) from err
+            raise _not_listed(folder or root, err) from err
         if len(entries) > limit:
             return False
     return True
