@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from fp8fs.cli.build import build, path
 from fp8fs.cli.doctor import doctor
 from fp8fs.cli.mount import mount, unmount
-from fp8fs.cli.options import Json, Quiet
+from fp8fs.cli.options import Json, Quiet, place
 from fp8fs.cli.plan import plan
 from fp8fs.cli.run import run
 from fp8fs.cli.status import Request, show
@@ -52,13 +53,14 @@ def _options(
 
 def status(
     dst: Annotated[
-        str, typer.Argument(metavar="[DST]", help="The mount; without it: all mounts.")
-    ] = "",
+        Path | None,
+        typer.Argument(metavar="[DST]", parser=place, help="The mount; without it: all mounts."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Say what a mount is doing: shards and tensors made, speed, errors; or list all mounts."""
-    show(Request(dst=dst, as_json=as_json, quiet=quiet))
+    show(Request(dst=str(dst or ""), as_json=as_json, quiet=quiet))
 
 
 for command in (mount, unmount, plan, build, path, status, verify, ls, rm, gc, doctor, run):

@@ -21,6 +21,7 @@ from fp8fs.cli.options import (
     Src,
     Store,
     Workers,
+    place,
     recipe_of,
     store_root,
 )
@@ -37,7 +38,11 @@ def build(
     src: Src,
     to: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also copy the result to DIR: plain and self-contained."),
+        typer.Option(
+            metavar="DIR",
+            parser=place,
+            help="Also copy the result to DIR: plain and self-contained.",
+        ),
     ] = None,
     form: Annotated[
         str,

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from fp8fs.cli.options import Json, Quiet, Store, store_root
+from fp8fs.cli.options import Json, Quiet, Store, place, store_root
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -36,12 +36,15 @@ def doctor(
         Path | None,
         typer.Option(
             metavar="VIEW",
+            parser=place,
             help="Say instead which installed engine reads this mount, tree or copy, and whether in FP8.",
         ),
     ] = None,
     python: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="With --engine: the Python that the engine runs in."),
+        typer.Option(
+            metavar="PATH", parser=place, help="With --engine: the Python that the engine runs in."
+        ),
     ] = None,
     store: Store = None,
     as_json: Json = False,
@@ -129,10 +132,10 @@ def _namespaces() -> Finding:
 
 def _store(root: Path) -> Finding:
     place = root
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:  # nor where we may not look
         place = place.parent
     free = shutil.disk_usage(place).free
-    if not os.access(place, os.W_OK):
+    if not os.access(place, os.W_OK | os.X_OK):
         remedy = "--store ROOT, or FP8FS_STORE, somewhere you may write"
         return Finding("store", "bad", f"{root} cannot be written", remedy)
     found = f"{root}, {free / 1e9:.1f} GB free"

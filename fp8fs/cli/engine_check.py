@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,10 @@ def check_engine(place: Path, python: Path | None, output: Output) -> None:
 
 def read_view(place: Path) -> ViewFacts:
     """What the view at *place* says of itself. Raises: UsageError if nothing is there; SourceInvalidError."""
-    if not place.is_dir():
+    if not os.path.isdir(place):  # nor where we may not look
         raise UsageError(f"{place} is not a directory", hint="a mount, a tree or a copy")
     manifest = _object(place / _MANIFEST)
-    kind = "diffusers" if (place / "model_index.json").is_file() else "transformers"
+    kind = "diffusers" if os.path.isfile(place / "model_index.json") else "transformers"
     config = _object(place / "config.json") or {}
     schemes = (manifest or {}).get("schemes")
     folders = list(schemes) if isinstance(schemes, dict) else []

@@ -26,6 +26,7 @@ from fp8fs.cli.options import (
     Src,
     Store,
     Workers,
+    place,
     recipe_of,
     store_root,
 )
@@ -40,7 +41,10 @@ __all__ = ["mount", "unmount"]
 def mount(
     src: Src,
     dst: Annotated[
-        Path, typer.Argument(metavar="DST", help="The mount point: an empty or a new directory.")
+        Path,
+        typer.Argument(
+            metavar="DST", parser=place, help="The mount point: an empty or a new directory."
+        ),
     ],
     store: Store = None,
     scheme: Scheme = "",
@@ -91,7 +95,7 @@ def mount(
 
 
 def unmount(
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The mount point.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", parser=place, help="The mount point.")],
     lazy: Annotated[
         bool, typer.Option("--lazy", "-l", help="Detach now even if it is in use.")
     ] = False,

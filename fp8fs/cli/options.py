@@ -27,12 +27,27 @@ __all__ = [
     "Src",
     "Store",
     "Workers",
+    "place",
     "recipe_of",
     "store_root",
 ]
 
+
+def place(text: str) -> Path:
+    """A path from the command line; whether it can be read is for those to say who read it.
+
+    Raises: BadParameter for an empty one, which would be the current directory.
+    """
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
 Src = Annotated[
-    Path, typer.Argument(metavar="SRC", help="The BF16, FP16 or FP32 checkpoint directory.")
+    Path,
+    typer.Argument(
+        metavar="SRC", help="The BF16, FP16 or FP32 checkpoint directory.", parser=place
+    ),
 ]
 Scheme = Annotated[
     str,
@@ -94,6 +109,7 @@ Store = Annotated[
     typer.Option(
         "--store",
         metavar="ROOT",
+        parser=place,
         envvar="FP8FS_STORE",
         help="The directory that holds stores. Default: fp8fs in your cache directory.",
     ),

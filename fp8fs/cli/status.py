@@ -28,7 +28,7 @@ def quick_request(arguments: Sequence[str]) -> Request | None:
         return None
     options = {word for word in arguments[1:] if word.startswith("-")}
     places = [word for word in arguments[1:] if not word.startswith("-")]
-    if not options <= {"--json", "--quiet", "-q"} or len(places) > 1:
+    if not options <= {"--json", "--quiet", "-q"} or len(places) > 1 or "" in places:
         return None
     return Request(
         dst=places[0] if places else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from fp8fs.cli.options import (
     SplitExperts,
     Store,
     Workers,
+    place,
     recipe_of,
     store_root,
 )
@@ -35,7 +37,9 @@ def verify(
     what: Annotated[
         Path,
         typer.Argument(
-            metavar="SRC|STORE|CACHE", help="A checkpoint, a store, or a normalized cache."
+            metavar="SRC|STORE|CACHE",
+            parser=place,
+            help="A checkpoint, a store, or a normalized cache.",
         ),
     ],
     deep: Annotated[
@@ -91,7 +95,7 @@ def verify(
 
 
 def _is_store(place: Path) -> bool:
-    return (place / "v1" / "objects").is_dir()
+    return os.path.isdir(place / "v1" / "objects")  # False too where nobody lets us look
 
 
 def _is_normalized(place: Path) -> bool:

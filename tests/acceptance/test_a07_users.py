@@ -113,6 +113,39 @@ def test_nobody_mounts_reads_and_unmounts(public: Path, installed: Path, serve: 
 
 
 @needs_root
+@pytest.mark.usefixtures("open_device")
+@pytest.mark.parametrize("closed", ["store", "above"])
+def test_what_nobody_may_not_read_is_said_by_what_reads_it(public: Path, closed: str) -> None:
+    """A store of root's alone: a mount serves all the same, build says that it cannot be written. SRC: refused, in a line."""
+    if subprocess.run([sys.executable, "-c", "import fp8fs.cli"], user=NOBODY, cwd="/").returncode:
+        pytest.skip("nobody may not run this Python")
+    place = public / f"closed-{closed}"
+    home, vault = place / "home", place / "vault"
+    home.mkdir(parents=True)
+    os.chown(home, NOBODY, NOBODY)
+    vault.mkdir(mode=0o700)
+    source = make_checkpoint(place / "source", "llama", "1M")
+    private = {"HOME": str(home), "XDG_CACHE_HOME": "", "XDG_RUNTIME_DIR": "", "XDG_STATE_HOME": ""}
+    store = vault if closed == "store" else vault / "store"
+    fp8fs = Fp8fs(store, user=NOBODY, env=private)
+    for words in (("build", source), ("ls",), ("gc",)):
+        assert "Permission denied" in fp8fs.json(*words, code=22)["error"]["what"]
+    findings = {row["what"]: row for row in fp8fs.json("doctor", code=1)["findings"]}
+    assert findings["store"]["found"] == f"{store} cannot be written"
+    assert fp8fs.json("path", source, code=1) == {"path": None}
+    mounted = fp8fs.mount(source, home / "view")
+    assert any("nothing is kept" in line for line in mounted["warnings"])
+    assert mounted["serve"] == "inline"
+    fp8fs.unmount(home / "view")
+    for words in (("plan", vault), ("mount", vault, home / "view"), ("verify", vault)):
+        fp8fs.store = home / "store"
+        error = fp8fs.json(*words, code=10)["error"]
+        assert error["what"] == f"{vault}: cannot be listed: Permission denied"
+    for words in (("doctor", "--engine", vault / "view"), ("run", vault / "x", "--", "ls", "{}")):
+        assert fp8fs.run(*words, code=2 if words[0] == "doctor" else 10).stderr.count("\n") == 1
+
+
+@needs_root
 def test_a_namespace_that_sees_only_the_mount(public: Path) -> None:
     """With DST alone bound into a new root, weights, VAE and tokenizer are all readable."""
     if shutil.which("unshare") is None or shutil.which("chroot") is None:

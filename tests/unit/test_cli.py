@@ -395,3 +395,54 @@ def test_commands_are_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
     for look in looks * 2:
         assert look() == 0
         json.loads(capsys.readouterr().out)
+
+
+EMPTY_PATHS = [
+    (["plan", ""], "SRC"),
+    (["build", ""], "SRC"),
+    (["path", ""], "SRC"),
+    (["verify", ""], "SRC|STORE|CACHE"),
+    (["mount", "", "dst"], "SRC"),
+    (["mount", "src", ""], "DST"),
+    (["unmount", ""], "DST"),
+    (["umount", ""], "DST"),
+    (["status", ""], "[DST]"),
+    (["run", "", "--", "ls", "{}"], "SRC"),
+    (["ls", "--store", ""], "--store"),
+    (["gc", "--store="], "--store"),
+    (["rm", "abcd", "--store", ""], "--store"),
+    (["build", "src", "--store", ""], "--store"),
+    (["mount", "src", "dst", "--store="], "--store"),
+    (["build", "src", "--to", ""], "--to"),
+    (["doctor", "--engine", ""], "--engine"),
+    (["doctor", "--engine", "view", "--python", ""], "--python"),
+]
+
+
+@pytest.mark.parametrize(("words", "name"), EMPTY_PATHS)
+def test_an_empty_path_is_a_mistake(
+    words: list[str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An unset variable never means the current directory: exit 2, by the name of what is empty, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    llama_like(tmp_path / "src")
+    assert main(words) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert f"invalid value for '{name}'" in seen.err
+    assert "the path is empty" in seen.err
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_an_empty_store_variable_means_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``FP8FS_STORE=`` is as good as none: the store is in the user's cache directory."""
+    monkeypatch.setenv("FP8FS_STORE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["store"] == str(tmp_path / "cache" / "fp8fs")
