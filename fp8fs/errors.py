@@ -216,10 +216,11 @@ class BadHandleError(ViewError):
 
 
 class HandedOverError(ViewError):
-    """Not a failure: the shard is sealed now, and the kernel shall look the path up again.
+    """Not a failure: the shard is sealed now (or no longer), and the kernel shall look the path up again.
 
     Linux answers ESTALE during a path walk by walking once more with revalidation; the lookup then
-    says symlink, and the kernel opens the store's file itself (docs/DESIGN.md, "handoff").
+    says symlink, and the kernel opens the store's file itself (docs/DESIGN.md, "handoff"); or it says file
+    where the kernel still knew a symlink to what was removed from the store.
     """
 
     code, errno = "view.handoff", _errno.ESTALE

@@ -80,7 +80,7 @@ class Fill(Protocol):
         ...
 
     def sealed(self, shard: int) -> Path | None:
-        """Without waiting; once a path, always a path, unless it is removed from the store behind our back."""
+        """Without waiting; once a path, always a path, unless it is removed from the store behind our back: looked at each time."""
         ...
 
     def open(self, shard: int) -> Reader: ...
@@ -231,10 +231,17 @@ class View:
             raise NotADirectoryInViewError(f'"{path}" is not a directory', path=path)
         return [(child.rpartition("/")[2], self.lookup(child)) for child in children]
 
-    def readlink(self, path: str) -> str:
-        """The text of a link. Raises: NoSuchPathError if it is none (any more)."""
+    def readlink(self, path: str, poll: Poll | None = None) -> str:
+        """The text of a link.
+
+        The kernel may ask for what was one a moment ago, and whose sealed file somebody has removed since. With *poll*
+        the shard is then sealed again, if the store can take it.
+        Raises: HandedOverError (look the path up again: it is a file now); NoSuchPathError if it never was a link.
+        """
         entry = self._entries.get(path)
         text = self._link_text(entry) if entry is not None else None
+        if text is None and entry is not None and entry.kind == "shard" and self._handoff:
+            text = self._link_again(entry, poll)
         if text is None:
             raise NoSuchPathError(f'"{path}" is not a link', path=path)
         return text
@@ -361,6 +368,23 @@ class View:
                 return None
         base = f"{_up(entry.path)}{META}/tree" if self._bound else self._tree
         return f"{base}/{entry.path}"
+
+    def _link_again(self, entry: ViewEntry, poll: Poll | None) -> str:
+        """A text after all. The kernel repeats a walk once: so an open that began at a link has to end at one, or at a file
+        that stays one, and not at a file whose open hands it over."""
+        text = None
+        with self._lock:
+            stays_file = bool(self._inline.get(entry.shard))
+        if poll is not None and not stays_file:
+            try:
+                self._engine.ensure_sealed(entry.shard, poll)
+            except StoreError as err:
+                log.debug("%s: no link any more: %s", entry.path, err)
+            else:
+                text = self._link_text(entry)
+        if text is None:
+            raise HandedOverError(f'"{entry.path}" is a file now', path=entry.path)
+        return text
 
     def _open_shard(self, entry: ViewEntry, poll: Poll) -> int:
         shard = entry.shard

@@ -115,7 +115,7 @@ class Operations:
 
     def readlink(self, path: str) -> str:
         with replying(self._error, "readlink", path):
-            return self._view.readlink(_inside(path))
+            return self._view.readlink(_inside(path), self._poll)
 
     def opendir(self, path: str) -> int:
         return 0

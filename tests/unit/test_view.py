@@ -193,6 +193,23 @@ def test_full_store_falls_back_until_the_last_release(engine: Engine, tmp_path: 
         view.open(SHARD, no_poll)
 
 
+def test_a_link_that_is_none_any_more(engine: Engine, tmp_path: Path) -> None:
+    """The kernel is told to look again, at a file; a shard that can be sealed again is a link after all."""
+    view = view_of(engine, tmp_path)
+    with pytest.raises(HandedOverError):
+        view.readlink(SHARD)  # waits for nothing
+    engine.answer = refuse
+    with pytest.raises(HandedOverError):
+        view.readlink(SHARD, no_poll)
+    handle = view.open(SHARD, no_poll)
+    engine.answer = engine.seal
+    with pytest.raises(HandedOverError):
+        view.readlink(SHARD, no_poll)  # it is a file as long as that handle lives
+    assert not engine.is_sealed
+    view.release(handle)
+    assert view.readlink(SHARD, no_poll) == "../.fp8fs/tree/" + SHARD
+
+
 def test_seal_that_overtakes_a_fallback(engine: Engine, tmp_path: Path) -> None:
     """If the shard got sealed while the store refused it, no handle appears behind a lookup that said link."""
     view = view_of(engine, tmp_path)
