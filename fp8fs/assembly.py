@@ -338,6 +338,7 @@ def assemble(
             workers=workers,
             grain=grain,
             on_sealed=keeper.link if keeper is not None else None,
+            is_there=keeper.is_there if keeper is not None else os.path.lexists,
             why_no_store=found.why_no_store,
             expected=expected,
         )

@@ -110,6 +110,10 @@ class TreeKeeper:
             self._complete()
         return self.tree.path / path
 
+    def is_there(self, place: Path) -> bool:
+        """Whether what ``link`` returned still leads to the object: for a mount too, that has bound the tree of then."""
+        return self._identity == self._look() and os.path.lexists(place)
+
     def _look(self) -> tuple[int, int]:
         """Which directory the tree is; (0, 0) if there is none."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Engine:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         grain: str = "shard",
         on_sealed: Callable[[int, Path], Path | None] | None = None,
+        is_there: Callable[[Path], bool] = os.path.lexists,
         drop_source: bool = True,
         why_no_store: str = "",
         expected: tuple[type[Fp8fsError], ...] = (),
@@ -60,7 +62,7 @@ class Engine:
         """*workers* 0: one per CPU that this process may use, at most 16. *grain* ("shard" or "tensor") says what
         ``open`` begins. *on_sealed(shard, object path)* links the object into the mount's tree and says where; it runs
         before anybody is told that the shard is sealed, never twice at once for a shard, and again only if it raised or
-        if what is at that place was removed.
+        if *is_there(place)* says that what was at that place was removed: asked at each look at the shard.
         *drop_source*: give the page cache back what was read for the last time. *expected*: failures that the caller
         deals with, which are no matter for the log."""
         if grain not in GRAINS:
@@ -91,6 +93,7 @@ class Engine:
             materializer,
             self._trouble,
             on_sealed,
+            is_there,
             expected,
         )
         self._filler.on_complete = self._seal_later

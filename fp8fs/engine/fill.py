@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ class Filler:
         materializer: Materializer,
         trouble: StoreTrouble,
         on_sealed: Callable[[int, Path], Path | None] | None,
+        is_there: Callable[[Path], bool],
         expected: tuple[type[Fp8fsError], ...] = (),
     ) -> None:
         """*expected*: failures that the caller deals with, so that they are no matter for the log."""
@@ -54,6 +54,7 @@ class Filler:
         self._counters = counters
         self._materializer = materializer
         self._on_sealed = on_sealed
+        self._is_there = is_there
         self._expected = expected
         self.on_complete: Callable[[ShardState], None] = lambda _state: None
         """Called when the last unit of a shard is made."""
@@ -64,7 +65,7 @@ class Filler:
         """The published and linked object, if there is one. One look into the store at most; never waits."""
         with self.pool.changed:
             linked, place = state.linked, state.place
-        if linked and (place is None or os.path.lexists(place) or not self._forget(state)):
+        if linked and (place is None or self._is_there(place) or not self._forget(state)):
             return state.object
         with self.pool.changed:
             if self._store is None or state.linking:

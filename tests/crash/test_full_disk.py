@@ -357,8 +357,14 @@ def empty(store: Path) -> None:
             path.unlink()
 
 
+def remake(store: Path) -> None:
+    """Another process makes the same things anew at the place of a store that was removed."""
+    remove(store)
+    build_tree(store.with_name("src"), RECIPE, store, device="cpu")
+
+
 @pytest.mark.fuse
-@pytest.mark.parametrize("gone", [remove, move, empty])
+@pytest.mark.parametrize("gone", [remove, move, empty, remake])
 def test_a_store_deleted_under_a_mount(
     tmp_path: Path, model: tuple[Path, dict[str, bytes]], gone: Callable[[Path], None]
 ) -> None:
