@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -150,39 +151,45 @@ def build(
 ) -> Path:
     """Quantize all of *src* into the store, without FUSE. Returns the path of the finished tree.
 
-    *to*: also copy it there, plain and self-contained, and return that path. Resumable: what an earlier
-    run made is not made again. *progress* gets the engine's statistics a few times a second; *note* a
-    sentence for each weight that is kept because it holds NaN or Inf; *report*, once, the weights under scales that
-    vLLM does not load unchanged. Raises: Fp8fsError.
+    *to*: also copy it there, plain and self-contained, and return that path. The copy is checked against the digests of
+    what was made; what is damaged in the store is made again. Resumable: what an earlier run made is not made again.
+    *progress* gets the engine's statistics a few times a second; *note* a sentence for each weight that is kept because
+    it holds NaN or Inf, and for what was damaged; *report*, once, the weights under scales that vLLM does not load
+    unchanged. Raises: Fp8fsError.
     """
     from fp8fs.building import build_tree
-    from fp8fs.export import check_target, export_tree
+    from fp8fs.export import check_target
 
     source = Path(src).expanduser()
     target = Path(to).expanduser() if to is not None else None
     if target is not None:
         check_target(target, source)
-    tree = build_tree(
+    chosen = _recipe(
+        recipe,
+        scheme=scheme,
+        names=names,
+        components=components,
+        keep=keep,
+        quantize=quantize,
+        split_experts=split_experts,
+    )
+    root = _store(store)
+    make = partial(
+        build_tree,
         source,
-        _recipe(
-            recipe,
-            scheme=scheme,
-            names=names,
-            components=components,
-            keep=keep,
-            quantize=quantize,
-            split_experts=split_experts,
-        ),
-        _store(store),
+        chosen,
+        root,
         device=device,
         workers=workers,
         progress=progress,
         note=note,
-        report=report,
     )
+    tree = make(report=report)
     if target is None:
         return tree
-    export_tree(tree, target)
+    from fp8fs.copies import copy_tree  # nothing on the way to the first byte needs it
+
+    copy_tree(source, target, chosen, root, make, note)
     return target.absolute()
 
 

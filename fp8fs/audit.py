@@ -2,6 +2,7 @@
 
 check_store(store)      every object against its own record, by reading all of it
 check_plan(found)       the objects of one plan; deep: made again from the source and compared
+check_copy(...)         a copy of one object, by that object's record
 adopt(found)            identities of a source with new dates, proved equal by reading it
 """
 
@@ -38,7 +39,17 @@ from fp8fs.store.types import PREAMBLE
 from fp8fs.tree import tree_faults
 from fp8fs.version import __version__
 
-__all__ = ["Audit", "Damage", "adopt", "check_plan", "check_store"]
+__all__ = [
+    "Audit",
+    "Damage",
+    "adopt",
+    "check_copy",
+    "check_plan",
+    "check_shard",
+    "check_store",
+    "check_tree",
+    "set_aside",
+]
 
 _COMPARE_BYTES = 8 << 20
 _OBJECT_ID = re.compile(r"[0-9a-f]{32}")
@@ -86,7 +97,7 @@ def check_plan(
             if store is None or not os.path.lexists(store.object_path(shard.object_id)):
                 missing += 1
                 continue
-            bad = _check_shard(store, shard)
+            bad = check_shard(store, shard)
             if fresh is not None and not bad:
                 bad = _compare(fresh, number, shard, store.object_path(shard.object_id))
             damage += bad
@@ -97,11 +108,11 @@ def check_plan(
     finally:
         if fresh is not None:
             fresh.close()
-    damage += _check_tree(found)
+    damage += check_tree(found)
     return Audit(checked, missing, checked_bytes, tuple(damage))
 
 
-def _check_shard(store: Store, shard: ViewShard) -> list[Damage]:
+def check_shard(store: Store, shard: ViewShard) -> list[Damage]:
     """Every byte of a sealed shard. What the cheap check of every use refuses is set aside by that check."""
     try:
         sealed = store.find_object(shard_spec(shard))
@@ -110,11 +121,16 @@ def _check_shard(store: Store, shard: ViewShard) -> list[Damage]:
     if sealed is None:
         what = "size, header, record or mode is not what was written"
         return [Damage(shard.object_id, shard.path, "", what)]
+    return check_copy(store, shard)
+
+
+def check_copy(store: Store, shard: ViewShard, copy: Path | None = None) -> list[Damage]:
+    """Every byte of a *copy* of a sealed shard (None: of the object itself), by the object's record."""
     names = [unit.name for unit in shard.units]
-    return _check_object(store, shard.object_id, shard.path, unit_spans(shard), names)
+    return _check_object(store, shard.object_id, shard.path, unit_spans(shard), names, copy)
 
 
-def _check_tree(found: Survey) -> list[Damage]:
+def check_tree(found: Survey) -> list[Damage]:
     """The finished tree's own files, shards apart."""
     try:
         tree = found.tree
@@ -192,10 +208,15 @@ def set_aside(store: Store, damage: Iterable[Damage], tree: Tree | None = None) 
 
 
 def _check_object(
-    store: Store, object_id: str, path: str, spans: list[UnitSpan], names: list[str]
+    store: Store,
+    object_id: str,
+    path: str,
+    spans: list[UnitSpan],
+    names: list[str],
+    copy: Path | None = None,
 ) -> list[Damage]:
     try:
-        bad = store.verify_object(object_id, spans)
+        bad = store.verify_object(object_id, spans, copy=copy)
     except StoreDamagedError as err:
         return [Damage(object_id, path, "", err.what)]
     except StoreError as err:

@@ -16,6 +16,9 @@ __all__ = ["check_no_mount_point", "check_target", "export_tree", "mount_point_e
 _COPY_BYTES = 64 << 20
 _META = ".fp8fs"
 
+Check = Callable[[str, Path], bool]
+"""Whether the copy of the file of that relative path is right."""
+
 
 def check_target(target: Path, src: Path) -> None:
     """Refuse a target that ``export_tree`` could not fill, before any work is done. Raises: UsageError."""
@@ -41,19 +44,29 @@ def _holds_something(target: Path) -> bool:
         ) from err
 
 
-def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | None = None) -> None:
+def export_tree(
+    tree: Path,
+    target: Path,
+    *,
+    progress: Callable[[int], None] | None = None,
+    check: Check | None = None,
+) -> bool:
     """*target* is a plain copy of *tree*: symlinks followed, attributes kept, all of it or nothing.
 
     The copy is staged beside *target* and renamed when it is durable. Blocks are shared with the store
-    where the filesystem can. *progress* is told the bytes of each step.
+    where the filesystem can. *progress* is told the bytes of each step. False, and nothing is there, if *check*
+    finds a copy of a file that is not right.
     Raises: UsageError for an unfit target; StoreFullError if it cannot be written.
     """
     target = target.absolute()
+    copying = _Copying(tree, progress or (lambda step: None), check or (lambda path, copy: True))
     try:
         with staging(target.parent) as stage:
             copy = stage / "copy"
             copy.mkdir(0o700)
-            _copy_directory(tree, copy, progress or (lambda step: None), top=True)
+            copying.directory(tree, copy)
+            if not copying.right:
+                return False
             os.rename(
                 copy, target
             )  # over an empty directory too, never over what appeared meanwhile
@@ -62,26 +75,36 @@ def export_tree(tree: Path, target: Path, *, progress: Callable[[int], None] | N
         if err.errno == errno.EBUSY:
             raise mount_point_error(target) from err
         raise _cannot_write(target, err) from err
+    return True
 
 
-def _copy_directory(
-    source: Path, target: Path, progress: Callable[[int], None], *, top: bool
-) -> None:
-    with os.scandir(source) as scan:
-        names = sorted(scan, key=lambda entry: entry.name)
-    for entry in names:
-        if top and entry.name == _META:
-            continue
-        copy = target / entry.name
-        if entry.is_dir(follow_symlinks=False):
-            copy.mkdir(mode=0o700)
-            _copy_directory(Path(entry.path), copy, progress, top=False)
-        elif _leads_to_file(entry):
-            _copy_file(Path(entry.path), copy, progress)
-        elif entry.is_symlink():
-            os.symlink(os.readlink(entry.path), copy)  # to a directory, or dangling: as SRC has it
-    _copy_attributes(source, target)
-    _sync(target)
+class _Copying:
+    """One copy of *tree*. ``right``: *check* found nothing wrong so far; it sees every file, to tell all that is."""
+
+    def __init__(self, tree: Path, progress: Callable[[int], None], check: Check) -> None:
+        self._tree = tree
+        self._progress = progress
+        self._check = check
+        self.right = True
+
+    def directory(self, source: Path, target: Path) -> None:
+        with os.scandir(source) as scan:
+            names = sorted(scan, key=lambda entry: entry.name)
+        for entry in names:
+            place, copy = Path(entry.path), target / entry.name
+            if entry.name == _META and source == self._tree:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                copy.mkdir(mode=0o700)
+                self.directory(place, copy)
+            elif _leads_to_file(entry):
+                _copy_file(place, copy, self._progress)
+                if not self._check(str(place.relative_to(self._tree)), copy):
+                    self.right = False
+            elif entry.is_symlink():
+                os.symlink(os.readlink(entry.path), copy)  # to a directory, or dangling: as in SRC
+        _copy_attributes(source, target)
+        _sync(target)
 
 
 def _leads_to_file(entry: os.DirEntry[str]) -> bool:

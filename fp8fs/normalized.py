@@ -8,13 +8,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fp8fs.assembly import Survey, survey
+from fp8fs.audit import Damage, check_shard
 from fp8fs.building import Progress, build_tree
+from fp8fs.copies import give_away
 from fp8fs.core.checkpoint import Component
 from fp8fs.core.normalized import (
     COMPLETE,
@@ -33,18 +36,19 @@ from fp8fs.core.normalized import (
     plan_artifact,
     recipe_for,
 )
+from fp8fs.core.plan import Plan
 from fp8fs.core.profiles import Profile, find
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import (
     SourceChangedError,
     SourceInvalidError,
     StoreBusyError,
-    StoreError,
     StoreFullError,
     UsageError,
 )
 from fp8fs.export import check_no_mount_point, mount_point_error
 from fp8fs.staging import staging
+from fp8fs.store.store import Store, Tree
 
 __all__ = ["Looked", "build_normalized", "look", "looks_normalized"]
 
@@ -68,7 +72,7 @@ class Looked(NamedTuple):
 
 def looks_normalized(place: Path) -> bool:
     """Whether *place* is meant to be a normalized cache, valid or not: it has a part of one and no model's config."""
-    if any((place / name).exists() for name in ("model_index.json", "config.json")):
+    if any(os.path.exists(place / name) for name in ("model_index.json", "config.json")):
         return False
     return any(os.path.lexists(place / name) for name in (COMPLETE, MANIFEST, INDEX))
 
@@ -132,7 +136,8 @@ def build_normalized(
 ) -> Path:
     """A valid normalized cache of SRC's transformer is at the path returned: *target*, or a place in *store_root*.
 
-    What the store lacks is made first. A valid one of the same source is left as it is, a stale one replaced.
+    What the store lacks is made first, and what is damaged there made again: its bytes are checked before they are
+    linked or copied. A valid one of the same source is left as it is, a stale one replaced.
     Raises: UsageError, SourceInvalidError, SourceChangedError, StoreError, and what ``build_tree`` raises.
     """
     if target is not None:
@@ -141,31 +146,35 @@ def build_normalized(
         component, profile = _transformer(found)
         full = recipe_for(component, profile, recipe)
         root = os.path.abspath(src)
-        paths = [f"{root}/{path}" for path in component.shards]
-    files = _source_files(paths)
+        files = _source_files(f"{root}/{path}" for path in component.shards)
     with survey(src, full, store_root) as found:  # what cannot be one is refused before any work
         plan_artifact(found.plan, component, profile)
         plan_id = found.plan.plan_id
     place = (target or store_root / "normalized-cache" / plan_id).absolute()
     if _is_hit(place, files):
         return place
-    build_tree(src, full, store_root, device=device, workers=workers, progress=progress, note=note)
-    with survey(src, full, store_root) as found:
+
+    def give(found: Survey, store: Store, tree: Tree) -> list[Damage]:
         component, profile = _transformer(found)
         artifact = plan_artifact(found.plan, component, profile)
-        try:
-            place.parent.mkdir(exist_ok=True)
-            with staging(place.parent) as stage:
-                made = stage / "cache"
-                made.mkdir(0o700)
-                _write(found, artifact, files, made)
-                if _source_files(paths) != files:
-                    raise SourceChangedError(f"{src} changed while it was read", hint="build again")
-                _publish(made, place, files)
-        except OSError as err:
-            if err.errno == errno.EBUSY:
-                raise mount_point_error(place) from err
-            raise _cannot_write(place, err) from err
+        shards = [found.plan.shards[shard.view_shard] for shard in artifact.shards]
+        damage = [item for shard in shards for item in check_shard(store, shard)]
+        if not damage:
+            _make(found.plan, store, artifact, files, place)
+        return damage
+
+    make = partial(
+        build_tree,
+        src,
+        full,
+        store_root,
+        device=device,
+        workers=workers,
+        progress=progress,
+        note=note,
+    )
+    make()
+    give_away(src, full, store_root, give, make, note)
     return place
 
 
@@ -179,7 +188,7 @@ def _transformer(found: Survey) -> tuple[Component, Profile | None]:
     )
 
 
-def _source_files(paths: list[str]) -> list[SourceFile]:
+def _source_files(paths: Iterable[str]) -> list[SourceFile]:
     try:
         return sorted(map(_source_file, paths))
     except OSError as err:
@@ -208,15 +217,33 @@ def _check_target(target: Path, src: Path) -> None:
         raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
 
 
-def _write(found: Survey, artifact: Artifact, files: list[SourceFile], stage: Path) -> None:
+def _make(
+    plan: Plan, store: Store, artifact: Artifact, files: list[SourceFile], place: Path
+) -> None:
+    """The artifact is published at *place*. Raises: SourceChangedError, StoreFullError, UsageError for a mount point."""
+    try:
+        place.parent.mkdir(exist_ok=True)
+        with staging(place.parent) as stage:
+            made = stage / "cache"
+            made.mkdir(0o700)
+            _write(plan, store, artifact, files, made)
+            if _source_files(file.path for file in files) != files:
+                raise SourceChangedError("SRC changed while it was read", hint="build again")
+            _publish(made, place, files)
+    except OSError as err:
+        if err.errno == errno.EBUSY:
+            raise mount_point_error(place) from err
+        raise _cannot_write(place, err) from err
+
+
+def _write(
+    plan: Plan, store: Store, artifact: Artifact, files: list[SourceFile], stage: Path
+) -> None:
     """Everything is in *stage* and durable, COMPLETE last."""
-    store = found.store
-    if store is None or found.tree is None:
-        raise StoreError("the tree is gone from the store", hint="build again")
     folder = stage / FOLDER
     folder.mkdir()
     for shard in artifact.shards:
-        sealed = store.object_path(found.plan.shards[shard.view_shard].object_id)
+        sealed = store.object_path(plan.shards[shard.view_shard].object_id)
         if not (shard.same and _link(sealed, folder / shard.name)):
             _copy(sealed, shard, folder / shard.name)
     _write_file(stage / INDEX, encode_artifact_index(artifact))

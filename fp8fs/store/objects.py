@@ -91,14 +91,19 @@ class Objects:
         good = record.schema == SCHEMA and record.object_id == object_id
         return record if good else None
 
-    def verify(self, object_id: str, spans: Iterable[UnitSpan], poll: Poll) -> list[int]:
-        """Units whose bytes are not what the record says, PREAMBLE first. Cost: reads the whole object."""
+    def verify(
+        self, object_id: str, spans: Iterable[UnitSpan], poll: Poll, *, copy: Path | None = None
+    ) -> list[int]:
+        """Units whose bytes are not what the record says, PREAMBLE first, in the object or in a *copy* of it.
+
+        Cost: reads the whole file.
+        """
         record = self.record(object_id)
         if record is None:
             raise StoreDamagedError(f"object {object_id} has no readable record", object=object_id)
         by_unit = {unit.unit: unit for unit in record.records}
         with storing(f"cannot read object {object_id}"):
-            fd = self._open(self._places.object(object_id))
+            fd = self._open(copy or self._places.object(object_id))
             if fd is None:
                 raise StoreDamagedError(f"object {object_id} is missing", object=object_id)
             with closing_fd(self._io, fd):

@@ -127,13 +127,19 @@ class Store:
         return self._objects.record(object_id)
 
     def verify_object(
-        self, object_id: str, spans: Iterable[UnitSpan], *, poll: Poll = no_poll
+        self,
+        object_id: str,
+        spans: Iterable[UnitSpan],
+        *,
+        poll: Poll = no_poll,
+        copy: Path | None = None,
     ) -> list[int]:
         """Units whose bytes do not match the record's digests (PREAMBLE for the preamble), by reading all of them.
 
+        *copy*: look at this copy of the object instead.
         Raises: StoreDamagedError if there is no readable record or the file's size is wrong; StoreError for a read error.
         """
-        return self._objects.verify(object_id, spans, poll)
+        return self._objects.verify(object_id, spans, poll, copy=copy)
 
     def set_aside(self, object_id: str, reason: str) -> None:
         """The object and its record are gone from objects/ (moved to damaged/), so that it is made again."""
