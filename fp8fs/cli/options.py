@@ -120,7 +120,12 @@ Device = Annotated[
 ]
 Workers = Annotated[
     int,
-    typer.Option(metavar="N", min=0, help="Threads that quantize; 0: one per available core."),
+    typer.Option(
+        metavar="N",
+        min=0,
+        max=256,
+        help="Threads that quantize, 256 at most; 0: one per available core, 16 at most.",
+    ),
 ]
 Serve = Annotated[
     str,

@@ -101,10 +101,11 @@ def _read(
         ):
             return None
         if kind in (int, int | None):
-            lowest = hints[name].__metadata__[0].min or 0
-            if not (text.isascii() and text.isdecimal()) or int(text) < lowest:
+            about = hints[name].__metadata__[0]
+            number = int(text) if text.isascii() and text.isdecimal() else -1
+            if number < (about.min or 0) or (about.max is not None and number > about.max):
                 return None
-            given[name] = int(text)
+            given[name] = number
         elif kind == list[str] | None:
             given.setdefault(name, []).append(text)
         elif kind is str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from pathlib import Path
@@ -184,16 +185,16 @@ def _chosen(word: str, known: list[TreeInfo]) -> TreeInfo:
 
 
 def _size(text: str) -> int:
-    """Bytes; K, M, G, T are decimal. Raises: UsageError."""
+    """Bytes; K, M, G, T are decimal. Raises: UsageError for what is no size, infinite or less than nothing."""
     from fp8fs.errors import UsageError
 
     number, factor = text, 1
     if text and text[-1].upper() in _UNITS:
         number, factor = text[:-1], _UNITS[text[-1].upper()]
     try:
-        value = int(float(number) * factor)
-    except ValueError as err:
-        raise UsageError(f'"{text}" is not a size', hint="500G, or bytes") from err
-    if value < 0:
+        value = float(number) * factor
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
         raise UsageError(f'"{text}" is not a size', hint="500G, or bytes")
-    return value
+    return int(value)

@@ -155,7 +155,7 @@ def _verify_plan(
             raise StoreError(f"nothing can be verified: {found.why_no_store}")
         audit = check_plan(found, deep=deep, device=device, workers=workers, progress=advance)
         if audit.damage and found.store is not None and found.store.writable:
-            set_aside(found.store, audit.damage, found.tree)
+            set_aside(found.store, audit.damage)
         return audit
 
 
@@ -187,7 +187,9 @@ def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
         )
     else:
         for item in audit.damage:
-            where = item.path or item.object_id
+            where = item.path or item.object_id or "the tree"
+            if item.tree:
+                where = f"tree {item.tree}: {where}"
             output.line(
                 f"{where}: {item.tensor}: {item.what}" if item.tensor else f"{where}: {item.what}"
             )

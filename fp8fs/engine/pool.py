@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 
 from fp8fs.engine.once import Stopped
+from fp8fs.errors import DeviceError
 
-__all__ = ["AHEAD", "DEMAND", "URGENT", "Pool", "Task", "Work", "default_workers"]
+__all__ = ["AHEAD", "DEMAND", "URGENT", "Pool", "Task", "Work", "default_workers", "start"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,17 @@ _TRIM_AFTER_S = 5.0
 def default_workers() -> int:
     """One per CPU that this process may use, at most 16."""
     return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
+
+
+def start(thread: threading.Thread) -> None:
+    """The thread runs. Raises: DeviceError if the system gives us no more threads."""
+    try:
+        thread.start()
+    except RuntimeError as err:
+        raise DeviceError(
+            f"{thread.name} cannot be started: {err}",
+            hint="fewer --workers, or a larger ulimit -u or -v",
+        ) from err
 
 
 class Work(ABC):
@@ -112,13 +124,17 @@ class Pool:
         self._deferred = False
 
     def add(self, work: Work) -> None:
-        """Take tasks from *work* from now on."""
+        """Take tasks from *work* from now on. Raises: DeviceError if there is no thread that could; it is abandoned then."""
         with self.changed:
             if self.closing:
                 work.abandon()
                 return
+            try:
+                self._start_threads()
+            except DeviceError:
+                work.abandon()
+                raise
             self._works[work.priority].append(work)
-            self._start_threads()
             self.changed.notify_all()
 
     def promote(self, work: Work, priority: int) -> None:
@@ -189,8 +205,15 @@ class Pool:
         while len(self._threads) < self.workers:
             name = f"fp8fs-worker-{len(self._threads)}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            try:
+                start(thread)
+            except DeviceError as err:
+                if not self._threads:
+                    raise
+                log.warning("%d of %d workers: %s", len(self._threads), self.workers, err.what)
+                self.workers = len(self._threads)
+                return
             self._threads.append(thread)
-            thread.start()
 
     def _serve(self) -> None:
         while True:

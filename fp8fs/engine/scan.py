@@ -15,7 +15,7 @@ from fp8fs.engine.buffers import BufferPool
 from fp8fs.engine.cast import bad_index
 from fp8fs.engine.matrix import SourceReader, item_bytes, stored_element
 from fp8fs.engine.once import POLL_S
-from fp8fs.engine.pool import default_workers
+from fp8fs.engine.pool import default_workers, start
 from fp8fs.engine.stats import Counters
 from fp8fs.errors import NonFiniteTensorError
 from fp8fs.source import Source
@@ -86,7 +86,7 @@ def scan(
     ]
     try:
         for thread in threads:
-            thread.start()
+            start(thread)
         for thread in threads:
             while thread.is_alive():
                 thread.join(POLL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Lock
@@ -96,8 +96,16 @@ def read_shards(root: str, entries: Iterable[SourceEntry]) -> dict[str, ReadShar
     """
     planned = list(entries)
     large = Lock()
+
+    def read(entry: SourceEntry) -> ReadShard:
+        return _read_shard(root, entry, large)
+
+    found: Iterator[ReadShard]
     with ThreadPoolExecutor(min(_READERS, len(planned) or 1), "fp8fs-headers") as pool:
-        found = pool.map(lambda entry: _read_shard(root, entry, large), planned)
+        try:
+            found = pool.map(read, planned)
+        except RuntimeError:  # the system gives us no more threads: read on this one
+            found = map(read, planned)
         return {entry.path: read for entry, read in zip(planned, found, strict=True)}
 
 

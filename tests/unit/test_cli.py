@@ -77,6 +77,13 @@ MISTAKES = [
     (["plan"], "missing argument 'SRC'", "fp8fs plan --help"),
     (["plan", "x", "--nonesuch"], "no such option: --nonesuch", "fp8fs plan --help"),
     (["build", "x", "--workers", "two"], "'--workers'", "fp8fs build --help"),
+    (["build", "x", "--workers", "257"], "'--workers'", "fp8fs build --help"),
+    (["plan", "x", "--scan", "--workers", "99999"], "'--workers'", "fp8fs plan --help"),
+    (["run", "x", "--workers", "-1", "--", "ls", "{}"], "'--workers'", "fp8fs run --help"),
+    (["gc", "--quota", "inf"], '"inf" is not a size', "500G"),
+    (["gc", "--quota", "1e400"], '"1e400" is not a size', "500G"),
+    (["gc", "--quota", "nan"], '"nan" is not a size', "500G"),
+    (["gc", "--quota=-5G"], '"-5G" is not a size', "500G"),
     (["mount", "x", "y", "--store"], "'--store' requires an argument", "fp8fs"),
     (["status", "a", "b"], "unexpected extra argument", "fp8fs status --help"),
     (
@@ -305,7 +312,9 @@ def test_quota_sizes(text: str, size: int) -> None:
     assert _size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "12 apples", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1", "-0.5", "12 apples", "nan", "inf", "-inf", "1e400", "1e300T", "infG"]
+)
 def test_quota_nonsense(text: str) -> None:
     """A quota that is no size is a usage error."""
     with pytest.raises(UsageError):

@@ -63,6 +63,7 @@ def no_store_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "mount --names runtime src dst",
         "plan src --scan --tp 4",
         "plan src --workers 0 --scheme=per_tensor",
+        "build src --workers 256",
         "plan a=b",
     ],
 )
@@ -87,6 +88,7 @@ def test_a_plain_line_means_what_the_parser_reads(line: str) -> None:
         "build src --quiet=yes",
         "build src --scheme a --scheme b",
         "build src --workers -1",
+        "build src --workers 257",
         "build src --workers x",
         "build src --workers \u0663",
         "build src -qf",
