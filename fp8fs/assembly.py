@@ -57,7 +57,7 @@ from fp8fs.remembered import (
 from fp8fs.source import Source
 from fp8fs.space import shortage
 from fp8fs.store.store import Pin, Store, Tree
-from fp8fs.tree import TreeKeeper
+from fp8fs.tree import TreeKeeper, tree_faults
 from fp8fs.version import __version__
 from fp8fs.view import View
 
@@ -350,7 +350,7 @@ def assemble(
             fingerprints = found.source.fingerprints
             key = plan_key(found.checkpoint, fingerprints, found.recipe, _owner())
             keep_plan(store, key, found.plan)
-        tree = keeper.tree if keeper is not None else _finished_tree(found)
+        tree = keeper.tree if keeper is not None else _finished_tree(found, warnings)
         return Assembled(found, engine, tree, pin, tuple(warnings))
     except BaseException:
         if engine is not None:
@@ -379,7 +379,8 @@ def _warm(engine: Engine, planned: Plan) -> None:
             log.debug("kernels could not be loaded ahead", exc_info=True)
 
     if dtypes:
-        threading.Thread(target=load, name="fp8fs-warm", daemon=True).start()
+        with suppress(RuntimeError):  # no more threads for us: the first tile loads them
+            threading.Thread(target=load, name="fp8fs-warm", daemon=True).start()
 
 
 def record_non_finite(found: Survey, bad: Iterable[NonFinite]) -> int:
@@ -411,13 +412,24 @@ def record_non_finite(found: Survey, bad: Iterable[NonFinite]) -> int:
     return new
 
 
-def _finished_tree(found: Survey) -> Tree | None:
-    """The plan's tree if it is known to be finished; a store that cannot be read is no reason to refuse a mount."""
+def _finished_tree(found: Survey, warnings: list[str]) -> Tree | None:
+    """The plan's tree if it is finished and a look finds nothing wrong with it: nobody here can set it right.
+
+    A store that cannot be read is no reason to refuse a mount.
+    """
     try:
-        return found.tree
+        tree = found.tree
+        faults = tree_faults(found.plan, found.source, tree) if tree is not None else {}
     except StoreError as err:
         log.warning("%s", err)
         return None
+    for path, what in faults.items():
+        log.warning("tree %s: %s: %s; not used", found.plan.plan_id, path, what)
+    if faults:
+        path, what = next(iter(faults.items()))
+        warnings.append(f"served inline, since the store's tree is damaged: {path}: {what}")
+        return None
+    return tree
 
 
 def _store_warnings(found: Survey, *, asked: bool) -> list[str]:

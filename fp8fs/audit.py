@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from fp8fs.core.dtypes import DTYPES
 from fp8fs.core.header import Header, parse_header
 from fp8fs.core.manifest import (
     Manifest,
+    decode_manifest,
     encode_manifest,
     encode_plan,
     parse_manifest,
@@ -32,7 +33,7 @@ from fp8fs.engine import Engine
 from fp8fs.engine.matrix import SourceReader
 from fp8fs.engine.shard import shard_spec, unit_spans
 from fp8fs.engine.stats import Counters
-from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError
+from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError, StoreVersionError
 from fp8fs.quant import make_quantizer
 from fp8fs.store.store import Store, Tree, UnitSpan
 from fp8fs.store.types import PREAMBLE
@@ -58,9 +59,10 @@ Progress = Callable[[int], None]
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """One thing that is wrong. ``tensor`` is "" when it concerns the whole file, ``object_id`` when it is no shard.
+    """One thing that is wrong. ``tensor`` is "" when it concerns the whole file, ``object_id`` when it is no object.
 
-    ``readable`` False: the disk did not give it, so nobody knows whether it is damaged.
+    ``readable`` False: the disk did not give it, so nobody knows whether it is damaged. ``tree``: the plan id of the
+    tree whose own file it is, "" for an object.
     """
 
     object_id: str
@@ -68,6 +70,7 @@ class Damage(msgspec.Struct, frozen=True):
     tensor: str
     what: str
     readable: bool = True
+    tree: str = ""
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -87,9 +90,11 @@ def check_plan(
     workers: int = 0,
     progress: Progress | None = None,
 ) -> Audit:
-    """Digests of every sealed shard of the plan; *deep*: its bytes against a second making, too."""
+    """Digests of every sealed shard of the plan and of the finished tree's copies; *deep*: against a second making, too."""
     damage: list[Damage] = []
-    checked = missing = checked_bytes = 0
+    judged: set[str] = set()
+    missing = checked_bytes = 0
+    tree = _tree_to_check(found)
     fresh = _fresh_engine(found, device=device, workers=workers) if deep else None
     try:
         for number, shard in enumerate(found.plan.shards):
@@ -100,16 +105,20 @@ def check_plan(
             bad = check_shard(store, shard)
             if fresh is not None and not bad:
                 bad = _compare(fresh, number, shard, store.object_path(shard.object_id))
+            if tree is not None and not bad:  # else the link of the damaged object goes with it
+                bad = _check_tree_shard(found.plan.plan_id, store, tree, shard)
             damage += bad
-            checked += 1
+            judged.add(shard.path)
             checked_bytes += shard.size
             if progress is not None:
                 progress(shard.size)
     finally:
         if fresh is not None:
             fresh.close()
-    damage += check_tree(found)
-    return Audit(checked, missing, checked_bytes, tuple(damage))
+    damage += check_tree(found, judged=judged)
+    if tree is not None and _tree_to_check(found) is None:  # given up meanwhile: made again anyway
+        damage = [item for item in damage if not item.tree]
+    return Audit(len(judged), missing, checked_bytes, tuple(damage))
 
 
 def check_shard(store: Store, shard: ViewShard) -> list[Damage]:
@@ -130,18 +139,51 @@ def check_copy(store: Store, shard: ViewShard, copy: Path | None = None) -> list
     return _check_object(store, shard.object_id, shard.path, unit_spans(shard), names, copy)
 
 
-def check_tree(found: Survey) -> list[Damage]:
-    """The finished tree's own files, shards apart."""
+def _tree_to_check(found: Survey) -> Tree | None:
+    """The finished tree; None also if that cannot be told, which ``check_tree`` reports."""
+    try:
+        return found.tree
+    except StoreError:
+        return None
+
+
+def _check_tree_shard(plan_id: str, store: Store, tree: Tree, shard: ViewShard) -> list[Damage]:
+    """Every byte of a sealed shard as a tree holds it, unless that is the object itself."""
+    try:
+        fault = tree.shard_fault(
+            shard.path, shard.object_id, size=shard.size, preamble=shard.preamble
+        )
+        if fault:
+            return [Damage("", shard.path, "", fault, tree=plan_id)]
+        if tree.is_linked(shard.path, shard.object_id):
+            return []
+    except StoreError as err:
+        return [Damage("", shard.path, "", err.what, readable=False, tree=plan_id)]
+    return _of_tree(plan_id, check_copy(store, shard, tree.path / shard.path))
+
+
+def _of_tree(plan_id: str, damage: Iterable[Damage]) -> list[Damage]:
+    """What is wrong with a copy of an object is the tree's damage, not the object's."""
+    return [msgspec.structs.replace(item, object_id="", tree=plan_id) for item in damage]
+
+
+def check_tree(found: Survey, *, judged: Collection[str] = ()) -> list[Damage]:
+    """The finished tree's own files: shards by a look, and not those that were *judged* already; all else in full."""
+    plan_id = found.plan.plan_id
     try:
         tree = found.tree
         if tree is None:
             return []
-        faults = tree_faults(found.plan, found.source, tree.path, full=True)
+        faults = tree_faults(found.plan, found.source, tree, full=True)
         for name in _damaged_documents(found, tree):
             faults[f".fp8fs/{name}"] = "is not what was written"
     except StoreError as err:
-        return [Damage("", "", "", err.what, readable=False)]
-    return [Damage("", path, "", what) for path, what in faults.items()]
+        return [Damage("", "", "", err.what, readable=False, tree=plan_id)]
+    return [
+        Damage("", path, "", what, tree=plan_id)
+        for path, what in faults.items()
+        if path not in judged
+    ]
 
 
 def _damaged_documents(found: Survey, tree: Tree) -> list[str]:
@@ -177,26 +219,59 @@ def _read_own(tree: Path, name: str) -> bytes:
 
 
 def check_store(store: Store, *, progress: Progress | None = None) -> Audit:
-    """Digests of every object of a store, whatever it was made from."""
+    """Digests of every object of a store and of its finished trees' copies, whatever they were made from."""
     damage: list[Damage] = []
+    sound: set[str] = set()
     objects = store.list_objects()
     for info in objects:
-        damage += _check_recorded(store, info.object_id)
+        bad = _check_recorded(store, info.object_id)
+        if not bad:
+            sound.add(info.object_id)
+        damage += bad
         if progress is not None:
             progress(info.size)
+    for place in store.list_trees():
+        if place.complete:
+            damage += _check_recorded_tree(store, place.plan_id, sound)
     return Audit(len(objects), 0, sum(info.size for info in objects), tuple(damage))
 
 
-def set_aside(store: Store, damage: Iterable[Damage], tree: Tree | None = None) -> int:
-    """Damaged objects leave the store, so that they are made again; how many did. Trees that hold one, and *tree* if it
-    is damaged itself, are complete no more. What could not be read stays: another cable or kernel may read it."""
+def _check_recorded_tree(store: Store, plan_id: str, sound: Collection[str]) -> list[Damage]:
+    """The shards of a finished tree by its manifest, as far as their objects are *sound*."""
+    damage: list[Damage] = []
+    tree = store.tree(plan_id)
+    try:
+        try:
+            shards = decode_manifest(_read_own(tree.path, "manifest.json")).shards
+        except StoreVersionError:  # a newer fp8fs made it, and can check it
+            return []
+        except StoreDamagedError as err:
+            shards = ()
+            damage.append(Damage("", ".fp8fs/manifest.json", "", err.what))
+        for shard in shards:
+            if shard.object_id not in sound or tree.is_linked(shard.path, shard.object_id):
+                continue
+            fault = tree.shard_fault(shard.path, shard.object_id, size=shard.size, preamble=b"")
+            if fault:
+                damage.append(Damage("", shard.path, "", fault))
+            else:
+                copy = tree.path / shard.path
+                damage += _check_recorded(store, shard.object_id, shard.path, copy)
+        complete = tree.is_complete()
+    except StoreError as err:
+        return [Damage("", "", "", err.what, readable=False, tree=plan_id)]
+    return _of_tree(plan_id, damage) if complete else []  # removed or given up meanwhile
+
+
+def set_aside(store: Store, damage: Iterable[Damage]) -> int:
+    """Damaged objects leave the store, so that they are made again; how many did. Trees that hold one, or are damaged
+    themselves, are complete no more. What could not be read stays: another cable or kernel may read it."""
     reasons: dict[str, str] = {}
     for item in damage:
         if not item.readable:
             continue
-        if not item.object_id:
-            if tree is not None:
-                tree.doubt()
+        if item.tree:
+            store.tree(item.tree).doubt()
             continue
         reasons.setdefault(item.object_id, f"verify: {item.tensor or item.path}: {item.what}")
     for object_id, reason in reasons.items():
@@ -245,14 +320,16 @@ class _RecordedFacts(msgspec.Struct, frozen=True):
     units: tuple[_RecordedUnit, ...]
 
 
-def _check_recorded(store: Store, object_id: str) -> list[Damage]:
-    """An object by its record and its own header, without the plan that it was made for."""
+def _check_recorded(
+    store: Store, object_id: str, path: str = "", copy: Path | None = None
+) -> list[Damage]:
+    """An object, or a *copy* of it, by its record and the object's own header, without the plan that it was made for."""
     try:
         record = store.record(object_id)
     except StoreError as err:
-        return [Damage(object_id, "", "", err.what, readable=False)]
+        return [Damage(object_id, path, "", err.what, readable=False)]
     if record is None:
-        return [Damage(object_id, "", "", "its record is missing or damaged")]
+        return [Damage(object_id, path, "", "its record is missing or damaged")]
     try:
         facts = msgspec.json.decode(record.facts, type=_RecordedFacts)
         with store.object_path(object_id).open("rb") as file:
@@ -260,10 +337,10 @@ def _check_recorded(store: Store, object_id: str) -> list[Damage]:
         header = parse_header(preamble, record.size, object_id)
         spans = [_recorded_span(i, unit, header) for i, unit in enumerate(facts.units)]
     except OSError as err:
-        return [Damage(object_id, "", "", f"cannot be read: {err.strerror}", readable=False)]
+        return [Damage(object_id, path, "", f"cannot be read: {err.strerror}", readable=False)]
     except (msgspec.DecodeError, KeyError, SourceInvalidError) as err:
-        return [Damage(object_id, "", "", f"header and record do not match: {err}")]
-    return _check_object(store, object_id, "", spans, [unit.name for unit in facts.units])
+        return [Damage(object_id, path, "", f"header and record do not match: {err}")]
+    return _check_object(store, object_id, path, spans, [unit.name for unit in facts.units], copy)
 
 
 def _recorded_span(number: int, unit: _RecordedUnit, header: Header) -> UnitSpan:

@@ -129,14 +129,11 @@ def _all_sealed(found: Survey, store: Store) -> bool:
 def _looks_whole(found: Survey, tree: Tree) -> bool:
     """Whether a finished tree is whole as far as a look tells: a path is given away only then."""
     store = found.store
-    for shard in found.plan.shards:
-        try:
-            size = (tree.path / shard.path).lstat().st_size
-        except OSError:
-            return False
-        if size != shard.size or store is None or store.find_object(shard_spec(shard)) is None:
-            return False
-    return not tree_faults(found.plan, found.source, tree.path)
+    return (
+        store is not None
+        and all(store.find_object(shard_spec(shard)) for shard in found.plan.shards)
+        and not tree_faults(found.plan, found.source, tree)
+    )
 
 
 def _keep_non_finite(

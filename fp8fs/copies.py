@@ -77,7 +77,7 @@ def give_away(
             if note is not None:
                 for item in damage:
                     note(f"{_sentence(item)}; made again")
-            set_aside(store, damage, tree)
+            set_aside(store, damage)
             healed.update(_key(item) for item in damage)
         make()
 

@@ -66,7 +66,7 @@ class TreeKeeper:
     def _look_over(self) -> None:
         """What a look tells to be missing in a finished tree makes it unfinished. One that cannot be looked at is used."""
         try:
-            faults = tree_faults(self._plan, self._source, self.tree.path)
+            faults = tree_faults(self._plan, self._source, self.tree)
             for path, what in faults.items():
                 log.warning("tree %s: %s: %s; made again", self._plan.plan_id, path, what)
             if faults:
@@ -167,17 +167,21 @@ class TreeKeeper:
             self.tree.link_source(path, f"{self._source.root}/{path}")
 
 
-def tree_faults(plan: Plan, source: Source, tree: Path, *, full: bool = False) -> dict[str, str]:
-    """Names of a finished tree, shards apart, that are not as planned -> what is wrong.
+def tree_faults(plan: Plan, source: Source, tree: Tree, *, full: bool = False) -> dict[str, str]:
+    """Names of a finished tree that are not as planned -> what is wrong.
 
-    By kind and size; with *full* by content too. Raises: StoreError if one cannot be read; SourceChangedError.
+    By kind and size, a shard that is no link of its object by its header too; with *full* all but shards by content.
+    Raises: StoreError if one cannot be read; SourceChangedError.
     """
     found: dict[str, str] = {}
     for path, entry in plan.entries.items():
-        if entry.kind != "shard":
-            what = _fault(tree / path, path, entry, source, full=full)
-            if what:
-                found[path] = what
+        if entry.kind == "shard":
+            shard = plan.shards[entry.shard]
+            what = tree.shard_fault(path, shard.object_id, size=shard.size, preamble=shard.preamble)
+        else:
+            what = _fault(tree.path / path, path, entry, source, full=full)
+        if what:
+            found[path] = what
     return found
 
 

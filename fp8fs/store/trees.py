@@ -212,6 +212,39 @@ class Tree:
                 mtime_ns=info.st_mtime_ns,
             )
 
+    def is_linked(self, path: str, object_id: str) -> bool:
+        """Whether the tree's file is the object itself by another name: then there is one set of bytes to check."""
+        _names(path)
+        with storing(f"cannot read tree {self._plan_id}"):
+            try:
+                found = self._io.lstat(self.path / path)
+                wanted = self._io.lstat(self._places.object(object_id))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+        return (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino)
+
+    def shard_fault(self, path: str, object_id: str, *, size: int, preamble: bytes) -> str:
+        """What a look tells to be wrong with an object's file in the tree, "" for nothing; a link of the object is right.
+
+        Cost: two stats; for a file of its own one open and a read of the preamble, too.
+        """
+        if self.is_linked(path, object_id):
+            return ""
+        with storing(f"cannot read tree {self._plan_id}"):
+            place = self.path / path
+            try:
+                info = self._io.lstat(place)
+                if not stat.S_ISREG(info.st_mode):
+                    return "is no regular file"
+                if info.st_size != size:
+                    return f"has {info.st_size} bytes, expected {size}"
+                flags = os.O_RDONLY | os.O_NONBLOCK
+                with closing_fd(self._io, self._io.open(place, flags)) as fd:
+                    same = self._io.pread(fd, len(preamble), 0) == preamble
+            except (FileNotFoundError, NotADirectoryError):
+                return "is missing"
+        return "" if same else "has another header than planned"
+
     def write_manifest(self, content: bytes, *, name: str = "manifest.json") -> None:
         """The tree's .fp8fs/<name> is *content*, atomically."""
         with self._changing(f"{PRIVATE}/{name}"):
@@ -319,9 +352,7 @@ class Tree:
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
         """A descriptor of the directory that holds *path*, reached without following a link, and the last name."""
-        names = path.split("/") if path else []
-        if any(name in ("", ".", "..") or "\0" in name for name in names):
-            raise StoreError(f"not a path inside a tree: {path!r}")
+        names = _names(path)
         with ExitStack() as opened:
             self._ensure_root()
             fd = opened.enter_context(closing_fd(self._io, self._io.open_dir(self.path)))
@@ -420,6 +451,14 @@ class Tree:
             self._swap_in(parent, name, lambda staged: self._stage(staged, attributes, fill))
             if durable:
                 self._io.fsync(parent)
+
+
+def _names(path: str) -> list[str]:
+    """The names that lead to a path of a tree, [] for the tree itself. Raises: StoreError if one leads out of it."""
+    names = path.split("/") if path else []
+    if any(name in ("", ".", "..") or "\0" in name for name in names):
+        raise StoreError(f"not a path inside a tree: {path!r}")
+    return names
 
 
 def read_references(io: FsIo, tree: Path) -> frozenset[str]:

@@ -20,6 +20,7 @@ from fp8fs.core.plan import Plan, ViewShard
 from fp8fs.errors import StoreError
 from fp8fs.store.fsio import FsIo
 from fp8fs.store.store import Store
+from fp8fs.tree import tree_faults
 from tests.acceptance.harness import Fp8fs
 from tests.crash.flows import LONG, RECIPE, World, check_sound, injected, read_view, reading
 
@@ -68,7 +69,7 @@ def verify(world: World, root: Path) -> Audit:
     with survey(world.src, RECIPE, root) as found:
         audit = check_plan(found)
         assert found.store is not None
-        set_aside(found.store, audit.damage, found.tree)
+        set_aside(found.store, audit.damage)
         return audit
 
 
@@ -168,6 +169,117 @@ def test_two_links_of_a_tree_swapped(world: World, root: Path, plan: Plan) -> No
     heal_and_check(world, root, inodes(root), set())
 
 
+# -- trees whose shards are no links of the objects (a copied store, a filesystem without hard links) --------------
+
+
+@pytest.fixture
+def copied(world: World, root: Path, plan: Plan) -> Path:
+    """The finished tree of a store that was copied without its hard links."""
+    tree = finished_tree(world.src, RECIPE, root)
+    assert tree is not None
+    for shard in plan.shards:
+        assert not (tree / shard.path).samefile(object_of(root, shard))
+    return tree
+
+
+def test_a_copied_trees_own_bytes_are_read(
+    world: World, root: Path, plan: Plan, copied: Path
+) -> None:
+    """A weight flipped in the tree alone: verify of SRC, deep too, and of the store names it, blames no object, and the
+    path is not given away; the next mount puts the sound object there."""
+    shard, before = plan.shards[1], inodes(root)
+    unit = shard.units[2]
+    flip(copied / shard.path, unit.data.start + 3)
+    with survey(world.src, RECIPE, root) as found:
+        deep = check_plan(found, deep=True)
+    store = check_store(Store.open(root, create=False))
+    for audit in (deep, store, verify(world, root)):
+        (damage,) = audit.damage
+        assert (damage.path, damage.tensor, damage.object_id) == (shard.path, unit.name, "")
+        assert damage.tree == plan.plan_id
+    assert finished_tree(world.src, RECIPE, root) is None
+    heal_and_check(world, root, before, set())
+
+
+OWN_HARMS: dict[str, Callable[[Path], None]] = {
+    "another size": lambda place: os.truncate(place, place.stat().st_size - 1),
+    "another header": lambda place: flip(place, 40),
+    "gone": lambda place: place.unlink(),
+    "a link": lambda place: (place.unlink(), place.symlink_to("/etc/hostname"))[0],
+    "a folder": lambda place: (place.unlink(), place.mkdir())[0],
+}
+
+
+@pytest.mark.parametrize("harm", ["another size", "another header", "gone", "a link"])
+def test_what_a_look_at_a_copied_tree_sees_is_set_right(
+    world: World, root: Path, plan: Plan, copied: Path, harm: str
+) -> None:
+    """Kind, size and header of a tree's own shards are looked at by every use: no path is given away, and a mount heals it."""
+    before = inodes(root)
+    OWN_HARMS[harm](copied / plan.shards[0].path)
+    assert finished_tree(world.src, RECIPE, root) is None
+    heal_and_check(world, root, before, set())
+
+
+@pytest.mark.parametrize("harm", OWN_HARMS)
+def test_verify_calls_a_trees_wrong_shard_damage(
+    world: World, root: Path, plan: Plan, copied: Path, harm: str
+) -> None:
+    """Of SRC and of the store: the shard of the tree is named, and the object stays."""
+    OWN_HARMS[harm](copied / plan.shards[0].path)
+    for audit in (check_store(Store.open(root, create=False)), verify(world, root)):
+        assert [(d.path, d.tensor, d.object_id) for d in audit.damage] == [
+            (plan.shards[0].path, "", "")
+        ]
+    assert audit.checked == len(plan.shards)
+
+
+@pytest.mark.parametrize("harm", OWN_HARMS)
+def test_a_read_only_store_does_not_serve_a_tree_that_looks_wrong(
+    world: World,
+    root: Path,
+    plan: Plan,
+    copied: Path,
+    harm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cannot be set right is not handed over: the view is served inline from the sound objects, and says why."""
+    OWN_HARMS[harm](copied / plan.shards[0].path)
+    monkeypatch.setattr("fp8fs.store.places.os.access", lambda *args, **options: False)
+    with reading(world, root, serve="handoff", grain="shard") as (made, view):
+        assert not view.handoff
+        assert read_view(view, world.bytes) == world.bytes
+        assert made.engine.stats().source_bytes_read == 0
+        assert any(plan.shards[0].path in line for line in made.warnings)
+
+
+def test_a_read_only_store_hands_a_sound_copied_tree_over(
+    world: World, root: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That its shards are no links of the objects is no reason to serve it inline."""
+    monkeypatch.setattr("fp8fs.store.places.os.access", lambda *args, **options: False)
+    with reading(world, root, serve="handoff", grain="shard") as (made, view):
+        assert view.handoff
+        assert made.tree is not None
+        assert made.tree.path == copied
+        assert read_view(view, world.bytes) == world.bytes
+
+
+def test_a_look_at_a_tree_reads_headers_at_most(world: World, root: Path, plan: Plan) -> None:
+    """Of a shard that is a link of its object nothing is read for the tree's sake, of one of its own its header, once."""
+    tree = finished_tree(world.src, RECIPE, root)
+    assert tree is not None
+    place = tree / plan.shards[0].path
+    place.unlink()
+    os.link(object_of(root, plan.shards[0]), place)
+    io = Watching("trees")
+    with injected(io), survey(world.src, RECIPE, root) as found:
+        assert found.tree is not None
+        assert tree_faults(found.plan, found.source, found.tree) == {}
+    other = plan.shards[1]
+    assert io.read == {Path(other.path).stem: set(range(len(other.preamble)))}
+
+
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
 def test_the_small_files_of_a_tree(world: World, root: Path, name: str, harm: str) -> None:
@@ -258,15 +370,16 @@ def test_a_journal_with_any_damage_gives_no_wrong_unit(
 
 
 class Watching(FsIo):
-    """Notes which bytes of sealed objects are read."""
+    """Notes which bytes of sealed objects are read, or of the shards in *trees*."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str = "objects") -> None:
+        self._folder = folder
         self.read: dict[str, set[int]] = {}
 
     def pread_once(self, fd: int, length: int, file_offset: int) -> bytes:
         data = super().pread_once(fd, length, file_offset)
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.suffix == ".safetensors" and "objects" in path.parts:
+        if path.suffix == ".safetensors" and self._folder in path.parts:
             seen = self.read.setdefault(path.stem, set())
             seen.update(range(file_offset, file_offset + len(data)))
         return data
