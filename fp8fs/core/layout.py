@@ -90,7 +90,7 @@ def plan(
 
 
 RESERVED = ".fp8fs"
-"""The view's own folder: one of that name in SRC (a store's tree, a copy of one) is not shown."""
+"""The view's own folder: one of that name in SRC (a store's tree, a copy of one) is hidden."""
 
 
 class _Draft(msgspec.Struct):
@@ -154,6 +154,8 @@ class _Planner:
             # Where all is in the source's dtype, no weight set is in another's way.
             if component.path in self.schemes:
                 hidden |= component.hidden
+        if RESERVED in self.checkpoint.entries:
+            hidden[RESERVED] = "a view has its own folder of this name"
         entries = self._entries(shards, hidden)
         return Plan(
             plan_id=plan_id(entries, shards, self._source_digests(), self.quantizer_version),
@@ -446,7 +448,7 @@ class _Planner:
         entries: dict[str, ViewEntry] = {}
         for path in sorted({*self.checkpoint.entries, *made} - hidden.keys()):
             source = self.checkpoint.entries.get(path)
-            if path == RESERVED or path.startswith(f"{RESERVED}/"):
+            if path.startswith(f"{RESERVED}/"):
                 continue
             if path in made or source is None:
                 entries[path] = made[path]

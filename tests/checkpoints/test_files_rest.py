@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 
 import fp8fs
+from fp8fs.cli import main
 from tests.acceptance.harness import Fp8fs, digest
-from tests.builders import named, write_bytes, write_files, write_json, write_safetensors
+from tests.builders import (
+    named,
+    wan_like,
+    write_bytes,
+    write_files,
+    write_json,
+    write_safetensors,
+)
 from tests.checkpoints.looks import LLM, check_files, layer, look
 from tests.conftest import need_package
 
@@ -306,3 +314,59 @@ def test_links_in_a_copy_lead_nowhere_else(fp8fs: Fp8fs, place: Path) -> None:
     left = {os.path.relpath(p, copy): os.readlink(p) for p in copy.rglob("*") if p.is_symlink()}
     assert not [text for text in left.values() if text.startswith("/")]
     assert json.loads((copy / "config.json").read_text())["quantization_config"]
+
+
+OWN = {".fp8fs": "a view has its own folder of this name"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "pipe"])
+def test_a_name_of_the_views_own_is_hidden_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """``.fp8fs`` in SRC, whatever it is: one entry among the hidden, in text and JSON; nothing of it is a file of the view."""
+    src, own = tmp_path / "src", tmp_path / "src" / ".fp8fs"
+    write_files(src, {FILE: named(A)}, LLM)
+    if kind == "folder":
+        write_files(own, {FILE: named(A)}, LLM)
+        write_bytes(own / "deep" / "manifest.json", b"{}")
+    elif kind == "file":
+        write_bytes(own, b"mine")
+    elif kind == "link":
+        write_bytes(tmp_path / "elsewhere" / "x", b"x")
+        own.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(own)
+    assert main(["plan", str(src), "--store", str(tmp_path / "store"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["hidden"] == OWN
+    assert sorted(file["path"] for file in said["files"]) == ["config.json", FILE]
+    assert not [line for line in said["warnings"] if "not shown" in line]
+    assert main(["plan", str(src), "--store", str(tmp_path / "store")]) == 0
+    assert f"hidden: .fp8fs ({OWN['.fp8fs']})\n" in capsys.readouterr().out
+
+
+def test_only_the_top_has_a_name_of_the_views_own(tmp_path: Path) -> None:
+    """Further down ``.fp8fs`` is a name like any other; and what else is hidden, or is not, stays the same."""
+    wan_like(tmp_path)
+    write_bytes(tmp_path / "transformer" / "diffusion_pytorch_model.bin", b"x")
+    write_bytes(tmp_path / "text_encoder" / "pytorch_model.bin", b"x")
+    write_bytes(tmp_path / "text_encoder" / ".fp8fs" / "x", b"x")
+    before = look(tmp_path).plan
+    write_bytes(tmp_path / ".fp8fs" / "x", b"x")
+    after = look(tmp_path).plan
+    assert [*before.hidden] == ["transformer/diffusion_pytorch_model.bin"]
+    assert after.hidden == {**before.hidden, **OWN}
+    assert [*after.hidden] == sorted(after.hidden)
+    assert after.entries == before.entries
+    assert {"text_encoder/.fp8fs/x", "text_encoder/pytorch_model.bin"} <= after.entries.keys()
+    assert after.plan_id == before.plan_id
+
+
+def test_it_is_hidden_where_nothing_is_quantized_too(tmp_path: Path) -> None:
+    """A view without FP8 has the folder as well."""
+    write_files(tmp_path, {FILE: named(A)}, LLM)
+    write_bytes(tmp_path / "pytorch_model.bin", b"x")
+    write_bytes(tmp_path / ".fp8fs" / "x", b"x")
+    plan = look(tmp_path, keep=("*",)).plan
+    assert (plan.schemes, plan.hidden) == ({}, OWN)
+    assert "pytorch_model.bin" in plan.entries
