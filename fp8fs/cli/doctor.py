@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -153,10 +152,11 @@ def _gpu() -> Finding:
 
 
 def _stale_mounts() -> Finding:
+    from fp8fs.core.text import shell_word
     from fp8fs.fuse import session
 
     stale = [mounted.dst for mounted in session.list_mounts() if not mounted.live]
     if stale:
         found = f"stale: {', '.join(stale)}"
-        return Finding("mounts", "note", found, f"fp8fs unmount {shlex.quote(stale[0])}")
+        return Finding("mounts", "note", found, f"fp8fs unmount {shell_word(stale[0])}")
     return Finding("mounts", "ok", f"{len(session.list_mounts())} live, none stale")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -128,6 +127,7 @@ def _pids(pids: tuple[int, ...]) -> str:
 def _announce(mounted: Mounted, output: Output) -> None:
     """Before and after, where, and what to do next."""
     from fp8fs.cli.output import format_bytes
+    from fp8fs.core.text import shell_word
 
     if output.as_json:
         output.document(mounted)
@@ -142,7 +142,7 @@ def _announce(mounted: Mounted, output: Output) -> None:
             f"{format_bytes(mounted.bytes_view)} of weights, {ready}"
         )
         output.line(f"point the model path at {mounted.dst}; {then}")
-        output.line(f"when done: fp8fs unmount {shlex.quote(mounted.dst)}{log}")
+        output.line(f"when done: fp8fs unmount {shell_word(mounted.dst)}{log}")
     for warning in mounted.warnings:
         output.note(f"warning: {warning}")
 

@@ -76,6 +76,7 @@ def _show_all(output: Any) -> None:
 def describe(status: dict[str, Any]) -> list[str]:
     """The status for people: what is done, how fast, what went wrong."""
     from fp8fs.cli.output import format_bytes, format_duration
+    from fp8fs.core.text import counted
 
     shards, units, size = status["shards"], status["units"], status["bytes"]
     lines = [
@@ -90,7 +91,7 @@ def describe(status: dict[str, Any]) -> list[str]:
         lines.append(f"left    {format_duration(float(status['eta_s']))}")
     if status.get("odd_scales"):
         lines.append(
-            f"scales  {status['odd_scales']} weights outside what vLLM loads unchanged; the log names them"
+            f"scales  {counted(status['odd_scales'], 'weight')} outside what vLLM loads unchanged; the log names them"
         )
     lines.append(f"served  {status['serve']}, grain {status['grain']}, pid {status['pid']}")
     lines.append(f"store   {status['store']}")

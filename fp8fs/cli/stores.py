@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,6 +80,7 @@ def rm(
 ) -> None:
     """Remove trees and what only they need; never one that is in use."""
     from fp8fs.cli.output import Output, format_bytes
+    from fp8fs.core.text import counted
 
     output = Output(as_json=as_json, quiet=quiet)
     opened = _open(store)
@@ -92,11 +92,12 @@ def rm(
     if as_json:
         output.document({"removed": [tree.plan_id for tree in chosen], "freed_bytes": freed})
     else:
-        output.note(f"{len(chosen)} removed, {format_bytes(freed)} freed")
+        output.note(f"{counted(len(chosen), 'tree')} removed, {format_bytes(freed)} freed")
 
 
 def _remove(opened: StoreDirectory, plan_id: str) -> None:
     """The tree is gone. Raises: StoreBusyError, naming the mount or the process that uses it."""
+    from fp8fs.core.text import shell_word
     from fp8fs.errors import StoreBusyError
     from fp8fs.fuse import session
 
@@ -108,7 +109,7 @@ def _remove(opened: StoreDirectory, plan_id: str) -> None:
             if mounted.live and mounted.tree == path:
                 raise StoreBusyError(
                     f"tree {plan_id} is in use by the mount {mounted.dst}, pid {mounted.pid}",
-                    hint=f"fp8fs unmount {shlex.quote(mounted.dst)}",
+                    hint=f"fp8fs unmount {shell_word(mounted.dst)}",
                     **err.facts,
                 ) from err
         raise
@@ -128,6 +129,7 @@ def gc(
     Never removed: a tree in use, and one whose path `build` or `path` printed (use rm for those).
     """
     from fp8fs.cli.output import Output, format_bytes
+    from fp8fs.core.text import counted
 
     output = Output(as_json=as_json, quiet=quiet)
     opened = _open(store)
@@ -138,7 +140,7 @@ def gc(
         output.document({"removed": removed, "freed_bytes": freed, "object_bytes": used})
     else:
         output.note(
-            f"{len(removed)} trees removed, {format_bytes(freed)} freed, {format_bytes(used)} left"
+            f"{counted(len(removed), 'tree')} removed, {format_bytes(freed)} freed, {format_bytes(used)} left"
         )
         if limit is not None and used > limit:
             output.note("still over the quota: the rest is in use or kept")

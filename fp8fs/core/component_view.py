@@ -16,6 +16,7 @@ from fp8fs.core.row_order import ungrouped
 from fp8fs.core.rules import GenericRule, ProfileRule, Rule
 from fp8fs.core.selection import select
 from fp8fs.core.spellings import ONE_EXPERT, other_spellings, tower_patterns
+from fp8fs.core.text import counted
 from fp8fs.core.texts import (
     edge_block_warning,
     fused_block_warning,
@@ -107,8 +108,8 @@ class ComponentView:
             )
         if profile is not None and (forced := self._forced(decisions, profile)):
             yield (
-                f"{len(forced)} weights are FP8 because of --quantize, but {_who(profile)} does not build them so "
-                f"and may refuse or misread them ({forced[0]})"
+                f"FP8 because of --quantize: {counted(len(forced), 'weight')} ({forced[0]}), which "
+                f"{_who(profile)} does not build so and may refuse or misread"
             )
         for warning in (
             scheme_warning(component, self.scheme),

@@ -19,7 +19,7 @@ from fp8fs.core.plan import Plan, TensorRow
 from fp8fs.core.profiles import find
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 from fp8fs.core.selection import LINEAR_MULTIPLE
-from fp8fs.core.text import quoted
+from fp8fs.core.text import counted, quoted
 
 __all__ = ["Split", "split_problems", "split_warnings"]
 
@@ -98,7 +98,7 @@ def split_warnings(problems: Sequence[Split], ranks: int) -> list[str]:
         shape = "x".join(map(str, first.shape))
         each = f", {first.part} {first.axis} each" if first.part else ""
         said.append(
-            f"{component or '.'}: with --tp {ranks}, the {first.axis} of {len(splits)} weights {_SAID[problem]} "
+            f"{component or '.'}: with --tp {ranks}, the {first.axis} of {counted(len(splits), 'weight')} {_SAID[problem]} "
             f"({quoted(first.tensor)}, {shape}{each}). hint: {_REMEDY[problem]}"
         )
     return said

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from fp8fs.errors import SourceInvalidError
 
-__all__ = ["brief", "is_text", "parse_object", "quoted"]
+__all__ = ["brief", "counted", "is_text", "parse_object", "quoted", "shell_word"]
 
 _SHOWN_CHARACTERS = 200
 
@@ -22,6 +23,24 @@ def brief(text: str) -> str:
 def quoted(text: str) -> str:
     """*text* in quotes, fit for a sentence."""
     return f'"{brief(text)}"'
+
+
+def counted(count: int, noun: str) -> str:
+    """So many of them: "1 tree", "2 trees"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def shell_word(text: str) -> str:
+    """*text* as one word of a command line, on one line: what a terminal would not show is escaped as $'...' has it."""
+    if text.isprintable():
+        return shlex.quote(text)
+    shown = (f"\\{c}" if c in "\\'" else c if c.isprintable() else _octal(c) for c in text)
+    return f"$'{''.join(shown)}'"
+
+
+def _octal(character: str) -> str:
+    """Its bytes, three digits each: so no digit that follows belongs to them."""
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogateescape"))
 
 
 def is_text(text: str) -> bool:

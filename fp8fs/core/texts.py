@@ -13,7 +13,7 @@ from fp8fs.core.placement import Scales, ViewTensor
 from fp8fs.core.profiles import Profile
 from fp8fs.core.recipe import BLOCK, BLOCK_SCHEMES
 from fp8fs.core.row_order import QKV
-from fp8fs.core.text import quoted
+from fp8fs.core.text import counted, quoted
 from fp8fs.core.weightset import VARIANTS
 from fp8fs.errors import SourceInvalidError
 
@@ -69,8 +69,8 @@ def edge_block_warning(
         return ""
     shape = "x".join(map(str, edged[0].shape))
     return (
-        f"{len(edged)} weights end in a smaller block ({quoted(edged[0].name)}, {shape}): transformers, where it "
-        "dequantizes (always without a GPU), refuses or misreads them; per_channel it reads right"
+        f"{counted(len(edged), 'weight')} {'ends' if len(edged) == 1 else 'end'} in a smaller block ({quoted(edged[0].name)}, {shape}): transformers, where it "
+        "dequantizes (always without a GPU), refuses or misreads that; per_channel it reads right"
     )
 
 

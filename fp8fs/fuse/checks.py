@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 
+from fp8fs.core.text import shell_word
 from fp8fs.errors import MountPointError, UsageError
 from fp8fs.fuse.mountinfo import FSTYPE, Mount, find
 
@@ -52,7 +52,7 @@ def ensure_directory(dst: str, mounts: list[Mount]) -> bool:
     if mount is not None and mount.fstype == FSTYPE:
         raise MountPointError(
             f"{dst} is already mounted, from {mount.source}",
-            hint=f"fp8fs unmount {shlex.quote(dst)}",
+            hint=f"fp8fs unmount {shell_word(dst)}",
         )
     try:
         os.mkdir(dst, 0o755)

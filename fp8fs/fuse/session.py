@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shlex
 import signal
 import stat
 import subprocess
@@ -27,6 +26,7 @@ from typing import IO, Any
 import msgspec
 from platformdirs import user_state_path
 
+from fp8fs.core.text import shell_word
 from fp8fs.errors import Fp8fsError, MountError, MountPointError, NotMountedError
 from fp8fs.fuse.checks import check_choices, check_places, ensure_directory
 from fp8fs.fuse.libfuse import check_fuse
@@ -146,7 +146,7 @@ def read_status(dst: str) -> dict[str, Any]:
     if not mounted.live:
         raise NotMountedError(
             f"the server of {mounted.dst} is dead",
-            hint=f"fp8fs unmount {shlex.quote(mounted.dst)}",
+            hint=f"fp8fs unmount {shell_word(mounted.dst)}",
         )
     answer = run(read_command(f"{mounted.dst}/.fp8fs/status.json", _STATUS_MAX_BYTES), _STATUS_S)
     if answer is None:

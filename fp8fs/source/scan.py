@@ -13,7 +13,7 @@ import msgspec
 
 from fp8fs.core.checkpoint import SourceEntry
 from fp8fs.core.entries import folder_of
-from fp8fs.core.text import brief
+from fp8fs.core.text import brief, counted
 from fp8fs.errors import SourceChangedError, SourceInvalidError
 from fp8fs.source.access import mode_on_the_way, shown_mode
 
@@ -110,7 +110,7 @@ def _refuse_cache(folder: str) -> None:
     if models:
         shown = ", ".join(map(brief, models[:3])) + (", ..." if len(models) > 3 else "")
         raise SourceInvalidError(
-            f"{brief(folder)}: is a Hugging Face cache with {len(models)} models: {shown}",
+            f"{brief(folder)}: is a Hugging Face cache with {counted(len(models), 'model')}: {shown}",
             hint=f"name one of them: {os.path.join(brief(folder), brief(models[0]))}",
         )
 

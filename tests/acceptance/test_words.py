@@ -18,7 +18,9 @@ pytestmark = pytest.mark.fuse
 
 def hint_of(line: str, word: str) -> list[str]:
     """The command that follows *word* in a line, as a shell reads it."""
-    return shlex.split(line.partition(word)[2].partition("   (log")[0])
+    command = line.partition(word)[2].partition("   (log")[0]
+    read = subprocess.run(["bash", "-c", rf"printf '%s\0' {command}"], stdout=-1, check=True)
+    return [os.fsdecode(word) for word in read.stdout.split(b"\0")[:-1]]
 
 
 def test_the_banner_says_what_is_left_to_do(
@@ -41,9 +43,12 @@ def test_the_banner_says_what_is_left_to_do(
     fp8fs.unmount(dst)
 
 
-def test_hints_can_be_pasted(fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path]) -> None:
-    """A mount point with a blank and a quote in its name: the commands that we print take it away."""
-    src, dst = checkpoint("llama"), place / "o'clock view"
+@pytest.mark.parametrize("name", ["o'clock view", "two\nlines 'n \\n"])
+def test_hints_can_be_pasted(
+    fp8fs: Fp8fs, place: Path, checkpoint: Callable[[str], Path], name: str
+) -> None:
+    """A mount point with a blank, a quote or a line end in its name: the commands that we print take it away."""
+    src, dst = checkpoint("llama"), place / name
     said = fp8fs.run("mount", src, dst).stdout
     again = fp8fs.run("mount", src, dst, code=40).stderr
     for line, word in ((said.splitlines()[2], "when done: fp8fs "), (again, "hint: fp8fs ")):

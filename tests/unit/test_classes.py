@@ -330,7 +330,7 @@ def test_the_user_wins_over_the_profile() -> None:
     )
     assert fp8(planned) == {*ATTENTION[:3], gate}
     (warning,) = planned.warnings
-    assert "1 weights are FP8 because of --quantize" in warning
+    assert "FP8 because of --quantize: 1 weight (" in warning
     assert f"{gate}.weight" in warning
 
 

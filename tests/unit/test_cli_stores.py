@@ -46,3 +46,13 @@ def test_rm_takes_an_id_or_its_beginning(
     assert main(["rm", word, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == [PLAN_ID]
     assert trees_of(store) == []
+
+
+def test_one_tree_is_singular(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """What rm and gc say counts trees as one does."""
+    assert main(["gc"]) == 0
+    assert capsys.readouterr().err == "0 trees removed, 0 B freed, 0 B left\n"
+    assert main(["gc", "--quota", "0"]) == 0
+    assert capsys.readouterr().err == "0 trees removed, 0 B freed, 0 B left\n"
+    assert main(["rm", PLAN_ID]) == 0
+    assert capsys.readouterr().err == "1 tree removed, 0 B freed\n"
