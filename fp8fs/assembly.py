@@ -143,6 +143,19 @@ class Survey:
             sources=sources,
         )
 
+    def planned_as(self, recipe: Recipe) -> Plan | None:
+        """The plan as another recipe words it; None if that gives another view, or none."""
+        if recipe == self.recipe:
+            return self.plan
+        try:
+            with _uncollected():
+                other = plan(
+                    self.checkpoint, recipe, quantizer_version=QUANTIZER_VERSION, owner=_owner()
+                )
+        except Fp8fsError:
+            return None
+        return other if other.plan_id == self.plan.plan_id else None
+
     @property
     def source_bytes(self) -> int:
         """Bytes of the source shards that view shards are made from."""

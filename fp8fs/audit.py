@@ -194,7 +194,10 @@ def _damaged_documents(found: Survey, tree: Tree) -> list[str]:
         return ["manifest.json"]
     if manifest.version != __version__:
         return []
-    expected = msgspec.structs.replace(found.manifest, name=manifest.name)
+    planned = found.planned_as(manifest.recipe)
+    if planned is None:
+        return ["manifest.json"]
+    expected = msgspec.structs.replace(found.manifest, name=manifest.name, recipe=manifest.recipe)
     digests = {shard.object_id: shard.digest for shard in manifest.shards}
     for object_id in {shard.object_id for shard in expected.shards}:
         record = found.store.record(object_id) if found.store is not None else None
@@ -203,7 +206,7 @@ def _damaged_documents(found: Survey, tree: Tree) -> list[str]:
     wrong = []
     if encode_manifest(with_digests(expected, digests)) != content:
         wrong.append("manifest.json")
-    if _read_own(tree.path, "plan.json") != encode_plan(found.plan):
+    if _read_own(tree.path, "plan.json") != encode_plan(planned):
         wrong.append("plan.json")
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -12,7 +13,7 @@ import pytest
 import fp8fs
 from fp8fs.assembly import assemble, survey
 from fp8fs.audit import adopt, check_plan, check_store
-from fp8fs.building import finished_tree, scan_values
+from fp8fs.building import build_tree, finished_tree, scan_values
 from fp8fs.core.manifest import decode_manifest, encode_plan
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import StoreFullError, UsageError
@@ -161,6 +162,39 @@ def test_verify_names_damaged_tensors(src: Path, root: Path) -> None:
         store = Store.open(root, create=False)
         (damage,) = check_store(store).damage
         assert (damage.object_id, damage.tensor) == (home.object_id, DOWN)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Recipe(scheme="per_channel", keep=("model.layers.0.mlp.down_proj.weight",)),
+        Recipe(components=(".",), keep=("*layers.0.mlp.down_proj*",)),
+        Recipe(keep=("*layers.0.mlp.down_proj*", "*layers.0.mlp.down_proj.weight")),
+    ],
+)
+def test_verify_takes_a_recipe_in_other_words(src: Path, root: Path, other: Recipe) -> None:
+    """A default spelled out, or a glob that matches the same: the plan is the same, and nothing is damaged, either way round."""
+    first = Recipe(keep=("*layers.0.mlp.down_proj.weight",))
+    for built, asked, place in ((first, other, root), (other, first, root.with_name("second"))):
+        tree = build_tree(src, built, place, device="cpu")
+        with survey(src, asked, place) as found:
+            assert found.recipe != built
+            assert found.tree is not None
+            assert found.tree.path == tree
+            assert check_plan(found).damage == ()
+
+
+@pytest.mark.parametrize("recipe", [{"scheme": "block"}, {"scheme": "x"}, {"components": ["vae"]}])
+def test_verify_refuses_a_recipe_that_means_something_else(
+    src: Path, root: Path, recipe: dict[str, object]
+) -> None:
+    """A manifest that names a recipe of another view, or of none, is damaged."""
+    place = fp8fs.build(src, store=root) / ".fp8fs" / "manifest.json"
+    document = json.loads(place.read_bytes())
+    document["recipe"].update(recipe)
+    place.write_text(json.dumps(document, indent=2) + "\n")
+    with survey(src, Recipe(), root) as found:
+        assert [damage.path for damage in check_plan(found).damage] == [".fp8fs/manifest.json"]
 
 
 @pytest.mark.parametrize("scheme", ["per_tensor", "per_channel", "block", "block_free"])
