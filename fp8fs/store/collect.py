@@ -85,13 +85,12 @@ class Collector:
         return sum(info.st_blocks * 512 for info in self._walk(folder))
 
     def free_bytes(self) -> int | None:
-        """Bytes free for us on the store's filesystem; None if unknown."""
+        """Bytes free on the store's filesystem, what it reserves for root left out, as df says it; None if unknown."""
         try:
             found = os.statvfs(self._places.home)
         except OSError:
             return None
-        blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-        return blocks * found.f_frsize
+        return found.f_bavail * found.f_frsize
 
     # -- removal --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,19 @@ def test_one_tree_is_singular(store: Store, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "0 trees removed, 0 B freed, 0 B left\n"
     assert main(["rm", PLAN_ID]) == 0
     assert capsys.readouterr().err == "1 tree removed, 0 B freed\n"
+
+
+def test_free_is_what_users_may_take(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ls and doctor give the same figure, that of df: without the blocks that are reserved for root."""
+    real = os.statvfs(store.root)
+    reserving = list(real)
+    reserving[1], reserving[3], reserving[4] = 4096, 80_000_000, 50_000_000
+    monkeypatch.setattr(os, "statvfs", lambda place: os.statvfs_result(reserving))
+    assert main(["ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["free_bytes"] == 50_000_000 * 4096
+    main(["doctor", "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (found,) = (row["found"] for row in findings if row["what"] == "store")
+    assert found.endswith(", 204.8 GB free")
