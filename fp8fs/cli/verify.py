@@ -105,6 +105,7 @@ def _is_normalized(place: Path) -> bool:
 
 
 def _verify_normalized(place: Path, output: Output) -> None:
+    from fp8fs.core.text import counted
     from fp8fs.errors import VerifyFailedError
     from fp8fs.normalized import look
 
@@ -114,7 +115,7 @@ def _verify_normalized(place: Path, output: Output) -> None:
     elif found.miss:
         output.line(f"a miss: {found.miss}")
     else:
-        output.line(f"a hit: {found.tensors} tensors, the source is unchanged")
+        output.line(f"a hit: {counted(found.tensors, 'tensor')}, the source is unchanged")
     if found.miss:
         raise typer.Exit(VerifyFailedError.exit)
 
@@ -173,6 +174,7 @@ def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> dict[str, s
 
 def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
     from fp8fs.cli.output import format_bytes
+    from fp8fs.core.text import counted
 
     unread = sum(not item.readable for item in audit.damage)
     if output.as_json:
@@ -197,7 +199,7 @@ def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
             output.line(f"{path}: adopted, its bytes are those that the store was made from")
         missing = f", {audit.missing} not made yet" if audit.missing else ""
         output.line(
-            f"{audit.checked} shards checked ({format_bytes(audit.checked_bytes)}){missing}: "
+            f"{counted(audit.checked, 'shard')} checked ({format_bytes(audit.checked_bytes)}){missing}: "
             f"{len(audit.damage) - unread or 'no'} damaged"
             + (f", {unread} unreadable" * bool(unread))
         )
