@@ -11,7 +11,13 @@ from fp8fs.core.plan import Plan, ViewShard
 from fp8fs.core.recipe import Recipe
 from fp8fs.core.scale_range import OddScale, odd_scales_of
 from fp8fs.engine import EngineStats, Findings, NonFinite, scan, shard_spec
-from fp8fs.errors import Fp8fsError, NonFiniteTensorError, StoreBusyError, StoreError
+from fp8fs.errors import (
+    Fp8fsError,
+    NonFiniteTensorError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+)
 from fp8fs.quant import make_quantizer
 from fp8fs.space import check_room
 from fp8fs.store.store import Store, Tree
@@ -38,20 +44,28 @@ def build_tree(
 
     A weight with NaN or Inf stops its shard; it is recorded as kept, the view is planned again, and the
     rest goes on. *note* is told of each such weight; *report* at the end, once, of all weights under scales that vLLM
-    does not load unchanged, made now or before. Resumable at any point.
+    does not load unchanged, made now or before. Resumable at any point. A store that cannot be written is enough if nothing
+    is missing there.
     Raises: what ``assemble`` raises, NothingQuantizedError if no weight becomes FP8.
     """
     while True:
-        with assemble(
-            src,
-            recipe,
-            store_root,
-            device=device,
-            workers=workers,
-            need_store=True,
-            allow_unquantized=False,
-            expected=(NonFiniteTensorError,),
-        ) as assembled:
+        try:
+            assembled = assemble(
+                src,
+                recipe,
+                store_root,
+                device=device,
+                workers=workers,
+                need_store=True,
+                allow_unquantized=False,
+                expected=(NonFiniteTensorError,),
+            )
+        except StoreFullError:
+            path = _nothing_to_write(src, recipe, store_root, report)
+            if path is None:
+                raise
+            return path
+        with assembled:
             if (store := assembled.survey.store) is not None:
                 check_room(assembled.survey.plan, store)
             try:
@@ -64,6 +78,19 @@ def build_tree(
             if report is not None and store is not None:
                 report(odd_scales(assembled.survey.plan, store))
             return tree
+
+
+def _nothing_to_write(
+    src: Path, recipe: Recipe, store_root: Path, report: Report | None
+) -> Path | None:
+    """The path of a tree that is finished and whole in a store that cannot be written, else None."""
+    with survey(src, recipe, store_root) as found:
+        store, tree = found.store, found.tree
+        if store is None or store.writable or tree is None or not _looks_whole(found, tree):
+            return None
+        if report is not None:
+            report(odd_scales(found.plan, store))
+        return tree.path
 
 
 def scan_values(
