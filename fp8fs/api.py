@@ -158,12 +158,14 @@ def build(
     unchanged. Raises: Fp8fsError.
     """
     from fp8fs.building import build_tree
-    from fp8fs.export import check_target
+    from fp8fs.export import check_apart, check_target
 
     source = Path(src).expanduser()
     target = Path(to).expanduser() if to is not None else None
+    root = _store(store)
     if target is not None:
         check_target(target, source)
+        check_apart(target, root)
     chosen = _recipe(
         recipe,
         scheme=scheme,
@@ -173,7 +175,6 @@ def build(
         quantize=quantize,
         split_experts=split_experts,
     )
-    root = _store(store)
     make = partial(
         build_tree,
         source,

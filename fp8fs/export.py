@@ -11,7 +11,14 @@ from pathlib import Path
 from fp8fs.errors import StoreFullError, UsageError
 from fp8fs.staging import staging
 
-__all__ = ["check_no_mount_point", "check_target", "export_tree", "mount_point_error"]
+__all__ = [
+    "check_apart",
+    "check_no_mount_point",
+    "check_parent",
+    "check_target",
+    "export_tree",
+    "mount_point_error",
+]
 
 _COPY_BYTES = 64 << 20
 _META = ".fp8fs"
@@ -23,16 +30,39 @@ Check = Callable[[str, Path], bool]
 def check_target(target: Path, src: Path) -> None:
     """Refuse a target that ``export_tree`` could not fill, before any work is done. Raises: UsageError."""
     if os.path.lexists(target):
-        if target.is_symlink() or not target.is_dir():
+        if target.is_symlink() or not os.path.isdir(target):
             raise UsageError(f"{target} is not a directory", hint="choose a new directory")
         if _holds_something(target):
             raise UsageError(f"{target} is not empty", hint="choose a new or an empty directory")
         check_no_mount_point(target)
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
+    check_parent(target)
     inside, source = target.resolve(), src.resolve()
     if inside == source or source in inside.parents:
         raise UsageError(f"{target} is inside SRC {src}", hint="choose a place outside of it")
+
+
+def check_parent(target: Path) -> None:
+    """Raises: UsageError if there is no directory that *target* could be in."""
+    parent = target.absolute().parent
+    try:
+        known = stat.S_ISDIR(os.stat(parent).st_mode)
+    except PermissionError as err:
+        raise UsageError(f"{parent}: {err.strerror}", hint="choose a place of yours") from err
+    except OSError:
+        known = False
+    if not known:
+        raise UsageError(f"{parent} does not exist", hint="create it first")
+
+
+def check_apart(target: Path, store_root: Path) -> None:
+    """Neither of *target* and the store is inside the other. Raises: UsageError."""
+    copy, store = target.resolve(), store_root.resolve()
+    if copy == store or store in copy.parents:
+        raise UsageError(
+            f"{target} is inside the store {store_root}", hint="choose a place outside of it"
+        )
+    if copy in store.parents:
+        raise UsageError(f"the store {store_root} is inside {target}", hint="choose --store ROOT")
 
 
 def _holds_something(target: Path) -> bool:

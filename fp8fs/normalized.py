@@ -46,7 +46,7 @@ from fp8fs.errors import (
     StoreFullError,
     UsageError,
 )
-from fp8fs.export import check_no_mount_point, mount_point_error
+from fp8fs.export import check_apart, check_no_mount_point, check_parent, mount_point_error
 from fp8fs.staging import staging
 from fp8fs.store.store import Store, Tree
 
@@ -142,6 +142,7 @@ def build_normalized(
     """
     if target is not None:
         _check_target(target, src)
+        check_apart(target, store_root)
     with survey(src, recipe, store_root) as found:
         component, profile = _transformer(found)
         full = recipe_for(component, profile, recipe)
@@ -206,15 +207,14 @@ def _check_target(target: Path, src: Path) -> None:
     inside, source = target.resolve(), src.resolve()
     if inside == source or source in inside.parents:
         raise UsageError(f"{target} is inside SRC {src}", hint="choose a place outside of it")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    if os.path.islink(target) or (os.path.exists(target) and not target.is_dir()):
         raise UsageError(f"{target} is not a directory", hint="choose a new directory")
-    if target.is_dir() and not {entry.name for entry in target.iterdir()} <= _TOP:
+    if os.path.isdir(target) and not {entry.name for entry in target.iterdir()} <= _TOP:
         raise UsageError(
             f"{target} holds something that is no normalized cache", hint="choose a new directory"
         )
     check_no_mount_point(target)
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.absolute().parent} does not exist", hint="create it first")
+    check_parent(target)
 
 
 def _make(

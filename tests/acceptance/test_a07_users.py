@@ -141,6 +141,9 @@ def test_what_nobody_may_not_read_is_said_by_what_reads_it(public: Path, closed:
         fp8fs.store = home / "store"
         error = fp8fs.json(*words, code=10)["error"]
         assert error["what"] == f"{vault}: cannot be listed: Permission denied"
+    for form in ("tree", "normalized-cache"):
+        copy = fp8fs.json("build", source, "--to", vault / "a" / "b", "--as", form, code=2)
+        assert copy["error"]["what"] == f"{vault / 'a'}: Permission denied"
     for words in (("doctor", "--engine", vault / "view"), ("run", vault / "x", "--", "ls", "{}")):
         assert fp8fs.run(*words, code=2 if words[0] == "doctor" else 10).stderr.count("\n") == 1
 
