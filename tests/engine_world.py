@@ -415,7 +415,8 @@ class FakeSlot:
 
 
 class FakeStore:
-    """Objects and partial shards as plain files below *root*. ``failing``: operations that answer StoreFullError."""
+    """Objects and partial shards as plain files below *root*. ``failing``: operations that answer StoreFullError;
+    ``free``: what it says is free."""
 
     writable = True
     why_not = ""
@@ -428,12 +429,16 @@ class FakeStore:
         self.shared: dict[str, _Shared] = {}
         self.slots: dict[str, tuple[threading.Lock, FakeSlot]] = {}
         self.failing: set[str] = set()
+        self.free: int | None = None
         self.on_touch: Callable[[str], None] = lambda _operation: None
 
     def touch(self, operation: str) -> None:
         self.on_touch(operation)
         if operation in self.failing:
             raise StoreFullError(f"no space left for {operation}")
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
     def find_object(self, spec: ShardSpec) -> Path | None:
         return self.objects.get(spec.object_id)

@@ -10,7 +10,7 @@ from fp8fs.core.layout import Plan
 from fp8fs.core.quantizer import Quantizer
 from fp8fs.engine.amax import AmaxTable
 from fp8fs.engine.buffers import BufferPool
-from fp8fs.engine.fill import Filler
+from fp8fs.engine.fill import Filler, Refused
 from fp8fs.engine.materialize import Materializer
 from fp8fs.engine.matrix import SourceReader, view_bytes
 from fp8fs.engine.memory import MemoryServer
@@ -96,10 +96,13 @@ class Engine:
             is_there,
             expected,
         )
-        self._filler.on_complete = self._seal_later
+        self._filler.on_complete = self._fill_later
         self._memory = MemoryServer(materializer, self._pool, memory_bytes)
         self._states: dict[int, ShardState] = {}
         self._fills: dict[int, Fill] = {}
+        self._store = store
+        self._again = Outcome()
+        self._again.finish()
         self._places = {
             shard: (component, place)
             for component, order in plan.order.items()
@@ -184,6 +187,27 @@ class Engine:
         if first is not None:
             raise first
 
+    def try_store_again(self) -> None:
+        """While the store is in trouble, what it refused last is tried once more, if there is room for it now.
+
+        At most every few seconds, however often this is called. Waits for nothing. Readers try too; but who has what it
+        wants from memory, or from the kernel's cache, may not come back for long.
+        """
+        refused = self._filler.refused
+        if refused is None or not self._trouble.reason or not self._again.done:
+            return
+        if not self._has_room(refused) or not self._trouble.usable():
+            return
+        state, units = refused
+        if self.sealed(state.index) is not None or (units is not None and state.all_made(units)):
+            self._trouble.worked()
+        elif units is None:
+            self._fill_later(state)
+        else:
+            request = UnitRequest(self._filler, state, units, self._filler.moment, AHEAD)
+            self._again = request.outcome
+            self._pool.add(request)
+
     def stats(self) -> EngineStats:
         """How far it is and what it does. Cheap; never waits for work."""
         with self._pool.changed:
@@ -257,8 +281,17 @@ class Engine:
                     ):  # asked after the fill has noted the failures so far
                         self._add_fill(fill)
 
-    def _seal_later(self, state: ShardState) -> None:
-        """Every unit is made by reads alone: seal the shard when there is time."""
+    def _has_room(self, refused: Refused) -> bool:
+        """Whether the store's disk has as much free as the units still take; True if nobody can tell."""
+        state, units = refused
+        wanted = range(len(state.shard.units)) if units is None else units
+        with self._pool.changed:
+            missing = sum(view_bytes(state.shard.units[u]) for u in wanted if not state.counted[u])
+        free = self._store.free_bytes() if self._store is not None else 0
+        return free is None or free >= missing
+
+    def _fill_later(self, state: ShardState) -> None:
+        """Seal the shard, its units made first if need be, when there is time."""
         with self._pool.changed:
             fill = self._fills.get(state.index)
             if fill is None or fill.finished or fill.outcome.done:

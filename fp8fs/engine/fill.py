@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fp8fs.core.layout import Plan
 from fp8fs.engine.materialize import Materializer, Sink
@@ -17,13 +18,20 @@ from fp8fs.engine.trouble import StoreTrouble
 from fp8fs.errors import Fp8fsError, StoreBusyError, StoreDamagedError, StoreError
 from fp8fs.store.store import Partial, Published, Store
 
-__all__ = ["Filler"]
+__all__ = ["Filler", "Refused"]
 
 log = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 1.0
 _ELSEWHERE_S = 0.05
 _MAX_LOST = 5
+
+
+class Refused(NamedTuple):
+    """What the store did not take when it failed last: these units of the shard, or (None) the shard."""
+
+    state: ShardState
+    units: tuple[int, ...] | None
 
 
 class Filler:
@@ -49,6 +57,7 @@ class Filler:
         self.pool = pool
         self.trouble = trouble
         self.moment = 0
+        self.refused: Refused | None = None
         self._plan = plan
         self._store = store
         self._counters = counters
@@ -80,6 +89,8 @@ class Filler:
                 self.trouble.worked()
         except StoreError as err:
             self._store_failed(state, err)
+            if found is not None:
+                self.refused = Refused(state, None)
         finally:
             with self.pool.changed:
                 state.linking = False

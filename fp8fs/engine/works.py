@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from fp8fs.engine.fill import Filler
+from fp8fs.engine.fill import Filler, Refused
 from fp8fs.engine.once import Outcome, closing_error
 from fp8fs.engine.pool import Task, Work
 from fp8fs.engine.shard import Phase, ShardState
-from fp8fs.errors import Fp8fsError
+from fp8fs.errors import Fp8fsError, StoreError
 
 __all__ = ["Fill", "UnitRequest"]
 
@@ -62,6 +62,10 @@ class _ShardWork(Work):
     def abandon(self) -> None:
         super().abandon()
         self.outcome.finish(closing_error())
+
+    @abstractmethod
+    def _refused(self) -> Refused:
+        """What is to be tried again if the store failed."""
 
     @abstractmethod
     def _settled(self) -> bool:
@@ -127,6 +131,11 @@ class _ShardWork(Work):
         if self._error is None:
             self._error = error
             self.outcome.finish(error)
+            refused = self._refused()
+            if isinstance(error, StoreError):
+                self._filler.refused = refused
+            elif self._filler.refused == refused:
+                self._filler.refused = None
         self.finished = not self.running
 
     def _finish(self, error: Fp8fsError | None = None) -> None:
@@ -136,6 +145,9 @@ class _ShardWork(Work):
 
 class Fill(_ShardWork):
     """Makes every unit of a shard, seals it and links it. Stops at the first unit that cannot be made."""
+
+    def _refused(self) -> Refused:
+        return Refused(self.state, None)
 
     def _settled(self) -> bool:
         state = self.state
@@ -169,6 +181,9 @@ class UnitRequest(_ShardWork):
         self._requested = tuple(units)
         self._since = since
         self._by_claim: dict[int, list[int]] = {}
+
+    def _refused(self) -> Refused:
+        return Refused(self.state, self._requested)
 
     def _settled(self) -> bool:
         if not self.state.all_made(self._requested):

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from fp8fs.engine.stats import EngineStats
 from fp8fs.errors import Fp8fsError
 from fp8fs.fuse.server import Factory, Served, serve
 from fp8fs.fuse.spec import Mounted, MountSpec, decode
@@ -73,7 +74,12 @@ def assembled(spec: MountSpec, *, bound: bool) -> Served:
         created_dst=spec.created_dst,
         warnings=(*spec.warnings, *plan.warnings, *made.warnings),
     )
-    board = StatusBoard(facts, dict(plan.schemes), made.engine.stats, source.changes)
+
+    def stats_now() -> EngineStats:
+        made.engine.try_store_again()
+        return made.engine.stats()
+
+    board = StatusBoard(facts, dict(plan.schemes), stats_now, source.changes)
     view = made.view(serve=serve_as, grain=spec.grain, bound=bound, status=board.encode)
     binds = (tree, str(source.bind_root)) if handoff else ("", "")
     return Served(view, facts, *binds, made.close)

@@ -56,6 +56,19 @@ def served(src: Path, store: Path) -> Iterator[tuple[Assembled, View]]:
         yield made, made.view(serve="handoff", grain="shard", bound=False)
 
 
+@contextmanager
+def mounted(src: Path, dst: Path, store: Path, log: Path, **how: str) -> Iterator[None]:
+    spec = session.MountSpec(
+        src=str(src), dst=str(dst), store=str(store), recipe=RECIPE, device="cpu", log_path=str(log),
+        **how,  # type: ignore[arg-type]
+    )  # fmt: skip
+    session.mount(spec, timeout_s=60)
+    try:
+        yield
+    finally:
+        session.unmount(str(dst), lazy=True)
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -209,6 +222,29 @@ def test_whatever_failed_heals(world: World, room: Path, nth: int, workers: int)
         assert made.tree.is_complete()
 
 
+@pytest.mark.fuse
+@pytest.mark.parametrize(("serve", "grain"), [("inline", "tensor"), ("handoff", "shard")])
+def test_asking_for_the_status_is_enough(
+    tmp_path: Path, model: tuple[Path, dict[str, bytes]], serve: str, grain: str
+) -> None:
+    """Nobody reads any more, space returns, ``status`` is asked: the store is tried with what it refused, and no more."""
+    src, names = model
+    dst = tmp_path / "view"
+    with disk(tmp_path / "disk", "tmpfs", ROOM_BYTES) as point:
+        with served(src, point / "store"):
+            pass
+        ballast = fill_up(point, leave=300_000)
+        with mounted(src, dst, point / "store", tmp_path / "log", serve=serve, grain=grain):
+            assert {name: (dst / name).read_bytes() for name in names} == names
+            before = session.read_status(str(dst))
+            assert "No space left" in before["degraded"]
+            ballast.unlink()
+            assert until(lambda: session.read_status(str(dst))["degraded"] == "")
+            after = session.read_status(str(dst))
+            assert before["units"]["made"] < after["units"]["made"]
+            assert after["units"]["total"] > after["units"]["made"]
+
+
 # -- quota, rights, read-only ----------------------------------------------------------------------
 
 READ_ALL = textwrap.dedent(
@@ -331,19 +367,6 @@ def test_a_part_of_the_store_deleted_under_a_view(world: World, room: Path, what
         assert read_view(view, world.bytes) == world.bytes
         shutil.rmtree(room / "store" / "v1" / what)
         assert read_view(view, world.bytes) == world.bytes
-
-
-@contextmanager
-def mounted(src: Path, dst: Path, store: Path, log: Path, **how: str) -> Iterator[None]:
-    spec = session.MountSpec(
-        src=str(src), dst=str(dst), store=str(store), recipe=RECIPE, device="cpu", log_path=str(log),
-        **how,  # type: ignore[arg-type]
-    )  # fmt: skip
-    session.mount(spec, timeout_s=60)
-    try:
-        yield
-    finally:
-        session.unmount(str(dst), lazy=True)
 
 
 def move(store: Path) -> None:

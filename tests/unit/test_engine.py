@@ -521,6 +521,72 @@ def test_a_store_in_trouble_is_not_tried_at_every_read(tmp_path: Path) -> None:
         assert not touched
 
 
+@pytest.mark.parametrize("operation", ["partial", "claim", "pwrite", "commit", "seal"])
+def test_what_the_store_refused_is_tried_again(
+    tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any reader: nothing is tried while there is no room for it; then the shard is sealed and all is well."""
+    monkeypatch.setattr(trouble, "_RETRY_S", 0.0)
+    world, store = schemes_world("per_tensor"), FakeStore(tmp_path)
+    store.failing, touched = {operation}, []
+    with engine_of(world, store, workers=2, run_ahead=0) as engine:
+        with pytest.raises(StoreError):
+            engine.ensure_sealed(1, no_poll)
+        until(lambda: engine.stats().in_flight == 0)
+        store.failing, store.free, store.on_touch = set(), 0, touched.append
+        if operation != "seal":  # all units are made then, and take no more room
+            engine.try_store_again()
+            time.sleep(0.1)
+            assert not touched
+            assert engine.stats().degraded != ""
+        store.free = world.plan.shards[1].size
+
+        def well() -> bool:
+            engine.try_store_again()
+            return engine.stats().degraded == "" and engine.sealed(1) is not None
+
+        until(well)
+        assert engine.ensure_sealed(1, no_poll).read_bytes() == world.expected[1]
+        assert engine.sealed(0) is None
+
+
+def test_no_more_is_tried_than_the_store_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tensor: the tensor that was read from memory is made, and no other."""
+    monkeypatch.setattr(trouble, "_RETRY_S", 0.0)
+    world = make_world([[Weight("a", 600, 600), Weight("b", 600, 600)]])
+    store = FakeStore(tmp_path)
+    store.failing = {"partial"}
+    with engine_of(world, store, workers=2, grain="tensor") as engine:
+        reader, at = engine.open(0), world.plan.shards[0].units[1].data.start
+        assert reader.pread(at, 9, no_poll) == world.expected[0][at : at + 9]
+        store.failing = set()
+
+        def well() -> bool:
+            engine.try_store_again()
+            return engine.stats().degraded == ""
+
+        until(well)
+        reader.close()
+    assert set(store.commits()) == {(world.plan.shards[0].object_id, 1)}
+
+
+def test_status_tries_the_store_now_and_then(tmp_path: Path) -> None:
+    """However often it is asked: within the retry interval the store is left alone."""
+    world, store = schemes_world("per_channel"), FakeStore(tmp_path)
+    store.failing, touched = {"pwrite"}, []
+    with engine_of(world, store, workers=2) as engine:
+        with pytest.raises(StoreError):
+            engine.ensure_sealed(0, no_poll)
+        until(lambda: engine.stats().in_flight == 0)
+        store.on_touch = touched.append
+        for _ in range(100):
+            engine.try_store_again()
+        time.sleep(0.1)
+        assert not touched
+
+
 def test_without_a_store_sealing_says_why(tmp_path: Path) -> None:
     """No store at all: StoreError with the reason, and status shows it."""
     world = make_world([[Weight("w", 64, 64)]])
