@@ -166,7 +166,7 @@ class MountError(Fp8fsError):
 
 
 class MountPointError(MountError):
-    """DST cannot be a mount point for this source and store."""
+    """DST cannot be a mount point for this source and store; or it is in use and cannot stop being one."""
 
     code, exit = "mount.point", 40
 

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended (docs/CLI.md).
 
     An expected failure is one line on stderr, and with ``--json`` the same as data on stdout.
-    Anything else is a bug: a traceback and exit code 70. Without *argv* this is the process's own command
+    Anything else is a bug: a traceback, the same document and exit code 70. Without *argv* this is the process's own command
     line, and the process ends here.
     """
     if argv is None:
@@ -75,10 +75,13 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more; the interpreter must not complain at exit
         return EXIT_BROKEN_PIPE
-    except Exception:  # noqa: BLE001 - the one place where a bug becomes an exit code
+    except Exception as err:  # noqa: BLE001 - the one place where a bug becomes an exit code
         import traceback
 
+        from fp8fs.cli.output import own_words, report_bug
+
         traceback.print_exc()
+        report_bug(err, as_json="--json" in own_words(arguments))
         return EXIT_BUG
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "format_duration",
     "own_words",
     "printable",
+    "report_bug",
     "report_error",
     "start_logging",
 ]
@@ -86,6 +87,17 @@ def report_error(err: Fp8fsError, *, as_json: bool) -> None:
         with suppress(UsageError):  # stdout may be what the error is about
             _write_json({"error": err.as_dict()})
     print(f"error: {printable(str(err))}", file=sys.stderr, flush=True)
+
+
+def report_bug(err: Exception, *, as_json: bool) -> None:
+    """With *as_json* the document of what nobody expected; its traceback is on stderr already."""
+    if as_json:
+        import traceback
+
+        what = "".join(traceback.format_exception_only(err)).strip()
+        bug = Fp8fsError(f"a bug: {what}", hint="please report the traceback on stderr")
+        with suppress(UsageError, BrokenPipeError):  # stdout may be what the bug is about
+            _write_json({"error": bug.as_dict()})
 
 
 def _write_json(value: object) -> None:

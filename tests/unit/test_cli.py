@@ -153,14 +153,27 @@ def test_an_expected_error_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_bug_is_a_traceback_and_70(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is not foreseen shows where it happened."""
+    """Whatever is not foreseen shows where it happened; with --json the document says so, too."""
 
     def broken(request: Request) -> None:
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(status, "show", broken)
     assert main(["status"]) == 70
-    assert "RuntimeError: unforeseen" in capsys.readouterr().err
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "RuntimeError: unforeseen" in seen.err
+    assert main(["status", "--json"]) == 70
+    seen = capsys.readouterr()
+    assert json.loads(seen.out) == {
+        "error": {
+            "code": "error",
+            "what": "a bug: RuntimeError: unforeseen",
+            "hint": "please report the traceback on stderr",
+            "facts": {},
+        }
+    }
+    assert seen.err.startswith("Traceback")
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
