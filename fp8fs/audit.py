@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from pathlib import Path
+from time import sleep
 
 import msgspec
 
@@ -27,8 +29,8 @@ from fp8fs.core.manifest import (
     parse_manifest,
     with_digests,
 )
-from fp8fs.core.plan import CAST, Unit, ViewShard, tiles
-from fp8fs.core.recipe import BLOCK_SCHEMES
+from fp8fs.core.plan import CAST, Plan, Unit, ViewShard, tiles
+from fp8fs.core.recipe import BLOCK_SCHEMES, Recipe
 from fp8fs.engine import Engine
 from fp8fs.engine.matrix import SourceReader
 from fp8fs.engine.shard import shard_spec, unit_spans
@@ -53,6 +55,9 @@ __all__ = [
 ]
 
 _COMPARE_BYTES = 8 << 20
+_LOOKS = 4
+_LOOK_AGAIN_S = 0.2
+"""A process that is about to write a document of a tree has done so after two or three of these."""
 _OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 
 Progress = Callable[[int], None]
@@ -187,14 +192,31 @@ def check_tree(found: Survey, *, judged: Collection[str] = ()) -> list[Damage]:
 
 
 def _damaged_documents(found: Survey, tree: Tree) -> list[str]:
-    """manifest.json and plan.json, if they do not say what they must. Another version may say it in other words."""
+    """manifest.json and plan.json, if they do not say what they must.
+
+    Looked at several times before that is said: others may be about to finish the tree, or to make it again.
+    """
+    planned_as = cache(found.planned_as)
+    for look in range(_LOOKS):
+        if look:
+            sleep(_LOOK_AGAIN_S)
+        wrong = _wrong_documents(found, tree, planned_as)
+        if not wrong or not tree.is_complete():
+            return []
+    return wrong
+
+
+def _wrong_documents(
+    found: Survey, tree: Tree, planned_as: Callable[[Recipe], Plan | None]
+) -> list[str]:
+    """What ``_damaged_documents`` returns, as of now. Another version may say it in other words."""
     content = _read_own(tree.path, "manifest.json")
     manifest = parse_manifest(content)
     if manifest is None:
         return ["manifest.json"]
     if manifest.version != __version__:
         return []
-    planned = found.planned_as(manifest.recipe)
+    planned = planned_as(manifest.recipe)
     if planned is None:
         return ["manifest.json"]
     expected = msgspec.structs.replace(found.manifest, name=manifest.name, recipe=manifest.recipe)

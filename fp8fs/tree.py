@@ -7,9 +7,16 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
-from fp8fs.core.manifest import Manifest, encode_manifest, encode_plan, with_digests
+from fp8fs.core.manifest import (
+    Manifest,
+    encode_manifest,
+    encode_plan,
+    parse_manifest,
+    with_digests,
+)
 from fp8fs.core.plan import Plan, ViewEntry
 from fp8fs.errors import StoreError
 from fp8fs.source import Source
@@ -92,7 +99,15 @@ class TreeKeeper:
             self._place(path, entry, owned=owned)
         origin = {"src": os.fsencode(self._source.root).decode("utf-8", "replace")}
         self.tree.write_manifest(json.dumps(origin).encode(), name=ORIGIN)
-        self.tree.write_manifest(encode_manifest(self._manifest))
+        self._place_manifest()
+
+    def _place_manifest(self) -> None:
+        """The tree says what it is. Others may finish it at any moment: what they say of it, digests and all, stays."""
+        there = self.tree.read_private("manifest.json")
+        if there is None or parse_manifest(there) is None:
+            self.tree.write_manifest(encode_manifest(self._manifest))
+            if self.tree.is_complete() and (documents := self._documents()) is not None:
+                self._describe(documents, durable=True)
 
     def link(self, shard: int, sealed: Path) -> Path:
         """The sealed object is in the tree, at the path returned; the last one completes it.
@@ -123,16 +138,31 @@ class TreeKeeper:
         return found.st_dev, found.st_ino
 
     def _complete(self) -> None:
+        documents = self._documents()
+        if documents is not None:
+            self._describe(documents, durable=False)
+            self.tree.complete()  # all is durable then
+            # Who looked for a manifest before there was one may have put a bare one in place meanwhile, and could not
+            # see then that the tree is complete. Who does so from now on sees it.
+            self._describe(documents, durable=True)
+
+    def _documents(self) -> dict[str, bytes] | None:
+        """What a finished tree says of itself; None as long as a record is missing."""
         digests: dict[str, str] = {}
         for shard in self._plan.shards:
             record = self._store.record(shard.object_id)
             if record is None:
                 log.warning("%s: its record is gone, the tree stays incomplete", shard.path)
-                return
+                return None
             digests[shard.object_id] = record.shard_digest
-        self.tree.write_manifest(encode_plan(self._plan), name="plan.json")
-        self.tree.write_manifest(encode_manifest(with_digests(self._manifest, digests)))
-        self.tree.complete()
+        return {
+            "plan.json": encode_plan(self._plan),
+            "manifest.json": encode_manifest(with_digests(self._manifest, digests)),
+        }
+
+    def _describe(self, documents: Mapping[str, bytes], *, durable: bool) -> None:
+        for name, content in documents.items():
+            self.tree.write_manifest(content, name=name, durable=durable)
 
     def _place(self, path: str, entry: ViewEntry, *, owned: bool) -> None:
         uid, gid = (entry.uid, entry.gid) if owned else (-1, -1)

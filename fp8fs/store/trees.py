@@ -245,12 +245,14 @@ class Tree:
                 return "is missing"
         return "" if same else "has another header than planned"
 
-    def write_manifest(self, content: bytes, *, name: str = "manifest.json") -> None:
-        """The tree's .fp8fs/<name> is *content*, atomically."""
+    def write_manifest(
+        self, content: bytes, *, name: str = "manifest.json", durable: bool = False
+    ) -> None:
+        """The tree's .fp8fs/<name> is *content*, atomically; with *durable*, power loss cannot undo what was written now."""
         with self._changing(f"{PRIVATE}/{name}"):
             self._ensure_private()
             if read_small(self._io, self.path / PRIVATE / name) != content:
-                self._write_private(name, content)
+                self._write_private(name, content, durable=durable)
 
     def read_private(self, name: str) -> bytes | None:
         """The tree's .fp8fs/<name>; None if it is not there."""

@@ -14,11 +14,11 @@ import fp8fs
 from fp8fs.assembly import assemble, survey
 from fp8fs.audit import adopt, check_plan, check_store
 from fp8fs.building import build_tree, finished_tree, scan_values
-from fp8fs.core.manifest import decode_manifest, encode_plan
+from fp8fs.core.manifest import decode_manifest, encode_manifest, encode_plan
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import StoreFullError, UsageError
-from fp8fs.store.store import Store
-from fp8fs.tree import is_pinned_for_good, origin_of
+from fp8fs.store.store import Store, Tree
+from fp8fs.tree import TreeKeeper, is_pinned_for_good, origin_of
 from tests import oracle
 from tests.builders import llama_like, wan_like
 
@@ -162,6 +162,84 @@ def test_verify_names_damaged_tensors(src: Path, root: Path) -> None:
         store = Store.open(root, create=False)
         (damage,) = check_store(store).damage
         assert (damage.object_id, damage.tensor) == (home.object_id, DOWN)
+
+
+# -- many at one tree -------------------------------------------------------------------------------
+
+
+def manifest_of(tree: Path) -> Path:
+    return tree / ".fp8fs" / "manifest.json"
+
+
+@pytest.mark.parametrize("moment", ["ensure_dir", "write_manifest"])
+def test_who_prepares_a_tree_that_others_finish_takes_nothing_from_it(
+    src: Path, root: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the moment between the look for COMPLETE and the last write, the manifest keeps its digests."""
+    with survey(src, Recipe(), root, create=True) as found:
+        assert found.store is not None
+        keeper = TreeKeeper(found.plan, found.source, found.store, found.manifest)
+        step, built = getattr(keeper.tree, moment), []
+
+        def overtaken(*args: object, **options: object) -> None:
+            if not built and not options.get("name"):
+                built.append(fp8fs.build(src, store=root))
+            step(*args, **options)
+
+        monkeypatch.setattr(keeper.tree, moment, overtaken)
+        keeper.prepare()
+        assert built == [keeper.tree.path]
+        manifest = decode_manifest(manifest_of(keeper.tree.path).read_bytes())
+        assert all(shard.digest for shard in manifest.shards)
+        assert check_plan(found).damage == ()
+
+
+def test_who_finishes_a_tree_that_others_prepare_has_the_last_word(
+    src: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest without digests that comes between the right one and COMPLETE does not stay."""
+    complete, done = Tree.complete, []
+
+    def overtaken(tree: Tree) -> None:
+        if not done:
+            with survey(src, Recipe(), root) as found:
+                done.append(encode_manifest(found.manifest))
+            tree.write_manifest(done[0])
+        complete(tree)
+
+    monkeypatch.setattr(Tree, "complete", overtaken)
+    tree = fp8fs.build(src, store=root)
+    assert done
+    assert manifest_of(tree).read_bytes() != done[0]
+    with survey(src, Recipe(), root) as found:
+        assert check_plan(found).damage == ()
+
+
+@pytest.mark.parametrize("meanwhile", ["finished", "given up"])
+def test_verify_looks_again_before_it_calls_a_document_damaged(
+    src: Path, root: Path, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others finish or give up while it waits is sound; what stays as it is, is not."""
+    place = manifest_of(fp8fs.build(src, store=root))
+    right = place.read_bytes()
+    with survey(src, Recipe(), root) as found:
+        assert found.tree is not None
+        tree, waits = found.tree, []
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                _ = place.write_bytes(right) if meanwhile == "finished" else tree.doubt()
+
+        monkeypatch.setattr("fp8fs.audit.sleep", wait)
+        place.write_bytes(encode_manifest(found.manifest))
+        assert check_plan(found).damage == ()
+        assert len(waits) == 2
+        monkeypatch.setattr("fp8fs.audit.sleep", waits.append)
+        if meanwhile == "finished":
+            place.write_bytes(encode_manifest(found.manifest))
+            assert [item.path for item in check_plan(found).damage] == [".fp8fs/manifest.json"]
+            assert sum(waits[2:]) < 2
 
 
 @pytest.mark.parametrize(
