@@ -63,13 +63,19 @@ def _show_all(output: Any) -> None:
     from fp8fs.fuse import session
 
     mounts = session.list_mounts()
+    elsewhere = session.list_elsewhere(mounts)
     if output.as_json:
-        output.document({"mounts": mounts})
+        output.document({"mounts": mounts, "elsewhere": elsewhere})
         return
     for mounted in mounts:
         state = f"{mounted.sealed}/{mounted.shards} shards" if mounted.live else "stale"
         output.line(f"{mounted.dst}  {state}  from {mounted.src}")
-    if not mounts:
+    for mounted in elsewhere:
+        output.line(
+            f"{mounted.dst}  in another mount namespace, or detached  from {mounted.src}"
+            f"  (kill {mounted.pid} ends it)"
+        )
+    if not mounts and not elsewhere:
         output.note("no fp8fs mounts")
 
 

@@ -34,7 +34,7 @@ from fp8fs.fuse.mountinfo import FSTYPE, find, read_mountinfo, resolve
 from fp8fs.fuse.outside import read_command, run
 from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, MountSpec, UnmountReport, encode, error_from
-from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_mounts, unmount
+from fp8fs.fuse.unmount import clean_up_stale, find_mount, list_elsewhere, list_mounts, unmount
 from fp8fs.signals import Ended, handling, undisturbed
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "UnmountReport",
     "default_log_path",
     "find_mount",
+    "list_elsewhere",
     "list_mounts",
     "mount",
     "mount_foreground",

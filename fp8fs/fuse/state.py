@@ -22,7 +22,7 @@ import msgspec
 from fp8fs.errors import MountError
 from fp8fs.fuse.spec import Mounted, decode, encode
 
-__all__ = ["alive", "process_start", "read_state", "remove_state", "write_state"]
+__all__ = ["alive", "list_states", "process_start", "read_state", "remove_state", "write_state"]
 
 _MAX_BYTES = 1 << 16
 
@@ -50,16 +50,21 @@ def write_state(mounted: Mounted) -> str:
 def read_state(dst: str, uid: int) -> Mounted | None:
     """What user *uid* has noted about a mount at *dst*, None if nothing that can be believed."""
     for folder in _folders(uid):
-        try:
-            with _opened(folder, uid) as fd:
-                data = _read(_name(dst), fd, uid)
-            mounted = decode(data, Mounted)
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(mounted, Mounted) and mounted.dst == dst:
-            live = alive(mounted.pid, mounted.pid_start, uid)
-            return msgspec.structs.replace(mounted, uid=uid, live=live)
+        with contextlib.suppress(OSError), _opened(folder, uid) as fd:
+            mounted = _believed(_name(dst), fd, uid)
+            if mounted is not None:
+                return mounted
     return None
+
+
+def list_states(uid: int) -> list[Mounted]:
+    """All that user *uid* has noted and that can be believed, by mount point; what is mounted in other namespaces too."""
+    found: dict[str, Mounted] = {}
+    for folder in reversed(_folders(uid)):
+        with contextlib.suppress(OSError), _opened(folder, uid) as fd:
+            known = (_believed(name, fd, uid) for name in os.listdir(fd))
+            found |= {mounted.dst: mounted for mounted in known if mounted is not None}
+    return [found[dst] for dst in sorted(found)]
 
 
 def remove_state(dst: str, uid: int, *, pid: int = 0) -> None:
@@ -134,6 +139,18 @@ def _opened(folder: str, uid: int) -> Iterator[int]:
 def _create(path: str, folder: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.open(path, flags, 0o600, dir_fd=folder)
+
+
+def _believed(name: str, folder: int, uid: int) -> Mounted | None:
+    """What the state file of that name says, if it is one."""
+    try:
+        mounted = decode(_read(name, folder, uid), Mounted)
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(mounted, Mounted) or _name(mounted.dst) != name:
+        return None
+    live = alive(mounted.pid, mounted.pid_start, uid)
+    return msgspec.structs.replace(mounted, uid=uid, live=live)
 
 
 def _read(name: str, folder: int, uid: int) -> bytes:

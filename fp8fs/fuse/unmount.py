@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Iterable
 
 from fp8fs.errors import MountError, MountPointError, NotMountedError
 from fp8fs.fuse import binds
@@ -19,9 +20,16 @@ from fp8fs.fuse.outside import (
 )
 from fp8fs.fuse.polling import readable
 from fp8fs.fuse.spec import Mounted, UnmountReport
-from fp8fs.fuse.state import alive, read_state, remove_state
+from fp8fs.fuse.state import alive, list_states, read_state, remove_state
 
-__all__ = ["clean_up_stale", "describe", "find_mount", "list_mounts", "unmount"]
+__all__ = [
+    "clean_up_stale",
+    "describe",
+    "find_mount",
+    "list_elsewhere",
+    "list_mounts",
+    "unmount",
+]
 
 _HELPER_S = 10.0
 _PROBE_S = 2.0
@@ -34,6 +42,13 @@ def list_mounts() -> list[Mounted]:
     points = sorted({mount.point for mount in mounts if mount.fstype == FSTYPE})
     tops = (find(point, mounts) for point in points)
     return [describe(mount) for mount in tops if mount is not None and mount.fstype == FSTYPE]
+
+
+def list_elsewhere(here: Iterable[Mounted]) -> list[Mounted]:
+    """Mounts of this user whose server runs, but for those *here* (``list_mounts``): they are in another mount namespace,
+    or were detached while somebody used them."""
+    pids = {mounted.pid for mounted in here}
+    return [noted for noted in list_states(os.geteuid()) if noted.live and noted.pid not in pids]
 
 
 def find_mount(dst: str) -> Mounted:
@@ -104,7 +119,11 @@ def _mount_at(dst: str) -> Mount:
     point = resolve(dst, mounts)
     mount = find(point, mounts)
     if mount is None or mount.fstype != FSTYPE:
-        raise NotMountedError(f"no fp8fs mount at {point}", hint="fp8fs status lists the mounts")
+        noted = read_state(point, os.geteuid())
+        hint = "fp8fs status lists the mounts"
+        if noted is not None and noted.live:
+            hint = f"it is in another mount namespace, or detached and in use: kill {noted.pid} ends it"
+        raise NotMountedError(f"no fp8fs mount at {point}", hint=hint)
     return mount
 
 

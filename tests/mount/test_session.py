@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fp8fs.cli import main
 from fp8fs.errors import (
     Fp8fsError,
     MountError,
@@ -347,6 +349,42 @@ def test_other_namespaces_are_reported(
     assert ended(fake.mounted.pid)
     holder.kill()
     holder.communicate()
+
+
+ELSEWHERE = """
+import json, sys, msgspec
+from fp8fs.fuse import session
+print(session.mount(msgspec.convert(json.loads(sys.argv[1]), session.MountSpec)).pid)
+"""
+
+
+def test_a_mount_in_a_namespace_that_is_left_can_be_found_and_ended(
+    mount_fake: MountFake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``unshare -m``, a mount, and the shell ends: status tells the server from those here, SIGTERM ends it."""
+    if os.geteuid() != 0:
+        pytest.skip("needs mount namespaces")
+    fake = mount_fake()
+    assert fake.dst not in [Path(m.dst) for m in session.list_elsewhere(session.list_mounts())]
+    session.unmount(str(fake.dst))
+    shell = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", ELSEWHERE]
+    said = subprocess.run(
+        [*shell, json.dumps(msgspec.to_builtins(spec_of(fake)))], check=True, capture_output=True
+    )
+    pid = int(said.stdout)
+    try:
+        mounts = session.list_mounts()
+        assert str(fake.dst) not in [mounted.dst for mounted in mounts]
+        assert (str(fake.dst), pid) in [(m.dst, m.pid) for m in session.list_elsewhere(mounts)]
+        assert main(["status"]) == 0
+        assert f"{fake.dst}  in another mount namespace" in capsys.readouterr().out
+        with pytest.raises(NotMountedError, match=f"kill {pid} ends it"):
+            session.find_mount(str(fake.dst))
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    assert until(lambda: ended(pid))
+    assert state_files(fake) == []
+    assert str(fake.dst) not in [m.dst for m in session.list_elsewhere([])]
 
 
 def hide_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:

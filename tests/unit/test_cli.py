@@ -232,6 +232,7 @@ def test_quiet_status_of_no_mounts_is_silent(
 ) -> None:
     """Without mounts a note says so, and -q silences it."""
     monkeypatch.setattr("fp8fs.fuse.session.list_mounts", list)
+    monkeypatch.setattr("fp8fs.fuse.session.list_elsewhere", list)
     assert main(["status"]) == 0
     assert capsys.readouterr() == ("", "no fp8fs mounts\n")
     assert main(["status", "-q"]) == 0
