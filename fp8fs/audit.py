@@ -3,13 +3,11 @@
 check_store(store)      every object against its own record, by reading all of it
 check_plan(found)       the objects of one plan; deep: made again from the source and compared
 check_copy(...)         a copy of one object, by that object's record
-adopt(found)            identities of a source with new dates, proved equal by reading it
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
@@ -18,23 +16,19 @@ from time import sleep
 import msgspec
 
 from fp8fs.assembly import Survey
-from fp8fs.core.digest import TileDigester
 from fp8fs.core.dtypes import DTYPES
 from fp8fs.core.header import Header, parse_header
 from fp8fs.core.manifest import (
-    Manifest,
     decode_manifest,
     encode_manifest,
     encode_plan,
     parse_manifest,
     with_digests,
 )
-from fp8fs.core.plan import CAST, Plan, Unit, ViewShard, tiles
+from fp8fs.core.plan import CAST, Plan, ViewShard
 from fp8fs.core.recipe import BLOCK_SCHEMES, Recipe
 from fp8fs.engine import Engine
-from fp8fs.engine.matrix import SourceReader
 from fp8fs.engine.shard import shard_spec, unit_spans
-from fp8fs.engine.stats import Counters
 from fp8fs.errors import SourceInvalidError, StoreDamagedError, StoreError, StoreVersionError
 from fp8fs.quant import make_quantizer
 from fp8fs.store.store import Store, Tree, UnitSpan
@@ -45,7 +39,6 @@ from fp8fs.version import __version__
 __all__ = [
     "Audit",
     "Damage",
-    "adopt",
     "check_copy",
     "check_plan",
     "check_shard",
@@ -58,7 +51,6 @@ _COMPARE_BYTES = 8 << 20
 _LOOKS = 4
 _LOOK_AGAIN_S = 0.2
 """A process that is about to write a document of a tree has done so after two or three of these."""
-_OBJECT_ID = re.compile(r"[0-9a-f]{32}")
 
 Progress = Callable[[int], None]
 
@@ -430,116 +422,3 @@ def _same(
         if pread(at, step, lambda: None) != os.pread(fd, step, at):
             return False
     return True
-
-
-def adopt(found: Survey, *, progress: Progress | None = None) -> dict[str, str]:
-    """Source shards proved equal to ones that the store knows: path -> the older identity, recorded.
-
-    A shard is equal if a finished view of the same recipe has the same names, sizes and headers, and every
-    input digest recorded for that shard equals what its bytes give now. Reads each candidate shard once.
-    """
-    store = found.store
-    if store is None or not store.writable:
-        return {}
-    adopted: dict[str, str] = {}
-    unknown = {
-        path: identity
-        for path, identity in zip(
-            found.plan.source_shards, found.plan.source_identities, strict=True
-        )
-        if not _is_known(store, found, path)
-    }
-    for manifest in _similar(store, found):
-        older = {source.path: source.identity for source in manifest.sources}
-        left = {p: i for p, i in unknown.items() if p not in adopted and older.get(p, i) != i}
-        if not left:
-            continue
-        equal = _equal_sources(store, found, manifest, set(left), progress)
-        for path in equal:
-            mtimes = {s.path: s.mtime_ns for s in manifest.sources}
-            store.write_adopted(unknown[path], {"identity": older[path], "mtime_ns": mtimes[path]})
-            adopted[path] = older[path]
-    return adopted
-
-
-def _is_known(store: Store, found: Survey, path: str) -> bool:
-    """Whether some sealed object of this plan is made from that source shard already."""
-    index = found.plan.source_shards.index(path)
-    return any(
-        store.record(shard.object_id) is not None
-        for shard in found.plan.shards
-        if index in shard.sources
-    )
-
-
-def _similar(store: Store, found: Survey) -> list[Manifest]:
-    """Manifests of finished trees with the same recipe and the same shards, newest first."""
-    mine = found.manifest
-    shape = [(shard.path, shard.size, shard.tensors) for shard in mine.shards]
-    similar = []
-    for info in sorted(store.list_trees(), key=lambda tree: -tree.changed_ns):
-        if not info.complete or info.plan_id == found.plan.plan_id:
-            continue
-        try:
-            place = store.tree(info.plan_id).path / ".fp8fs" / "manifest.json"
-            manifest = parse_manifest(place.read_bytes())
-        except OSError:
-            continue
-        if (
-            manifest is not None
-            and manifest.quantizer == mine.quantizer
-            and manifest.schemes == mine.schemes
-            and [(s.path, s.size, s.tensors) for s in manifest.shards] == shape
-            and all(_OBJECT_ID.fullmatch(s.object_id) for s in manifest.shards)
-        ):
-            similar.append(manifest)
-    return similar
-
-
-def _equal_sources(
-    store: Store,
-    found: Survey,
-    manifest: Manifest,
-    candidates: set[str],
-    progress: Progress | None,
-) -> set[str]:
-    """Those of *candidates* all of whose tensors give the input digests that were recorded."""
-    equal = set(candidates)
-    for shard, older in zip(found.plan.shards, manifest.shards, strict=True):
-        record = store.record(older.object_id)
-        sealed = store.object_path(older.object_id)
-        if record is None or not _same_preamble(sealed, shard.preamble):
-            equal -= {found.plan.source_shards[i] for i in shard.sources}
-            continue
-        by_unit = {line.unit: line for line in record.records}
-        for number, unit in enumerate(shard.units):
-            paths = {found.plan.source_shards[piece.shard] for piece in unit.pieces}
-            if not paths & equal:
-                continue
-            line = by_unit.get(number)
-            if line is None or line.input_digest != _input_digest(found, unit):
-                equal -= paths
-            if progress is not None:
-                progress(sum(piece.nbytes for piece in unit.pieces))
-    return equal
-
-
-def _same_preamble(sealed: Path, preamble: bytes) -> bool:
-    try:
-        with sealed.open("rb") as file:
-            return file.read(len(preamble)) == preamble
-    except OSError:
-        return False
-
-
-def _input_digest(found: Survey, unit: Unit) -> str:
-    """The digest of a unit's source matrix, tile by tile as the engine makes it."""
-    counters = Counters(shards_total=0, units_total=0, bytes_total=0)
-    reader = SourceReader(found.source, found.plan.source_shards, counters, drop=False)
-    item = DTYPES[unit.dtype].bits // 8
-    digester = TileDigester()
-    for tile in tiles(unit.rows, unit.cols, item):
-        data = bytearray(tile.rows * tile.cols * item)
-        reader.read_tile(unit, tile, memoryview(data))
-        digester.add(data)
-    return digester.hexdigest()

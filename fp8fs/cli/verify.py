@@ -26,6 +26,7 @@ from fp8fs.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from fp8fs.adoption import Adoption
     from fp8fs.audit import Audit
     from fp8fs.cli.output import Output
     from fp8fs.core.recipe import Recipe
@@ -76,7 +77,7 @@ def verify(
         if deep or adopt:
             raise UsageError("--deep and --adopt need SRC, not a store", hint="fp8fs verify SRC")
         audit = _verify_store(place, output)
-        adopted: dict[str, str] = {}
+        adoption = None
     else:
         recipe = recipe_of(
             scheme=scheme,
@@ -87,11 +88,11 @@ def verify(
             split_experts=split_experts,
         )
         root = store_root(store)
-        adopted = _adopt(place, recipe, root, output) if adopt else {}
+        adoption = _adopt(place, recipe, root, output) if adopt else None
         audit = _verify_plan(
             place, recipe, root, deep=deep, device=device, workers=workers, output=output
         )
-    _report(audit, adopted, output)
+    _report(audit, adoption, output)
 
 
 def _is_store(place: Path) -> bool:
@@ -160,9 +161,9 @@ def _verify_plan(
         return audit
 
 
-def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> dict[str, str]:
+def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> Adoption:
+    from fp8fs.adoption import adopt
     from fp8fs.assembly import survey
-    from fp8fs.audit import adopt
     from fp8fs.cli.progress import bar
 
     with (
@@ -172,10 +173,12 @@ def _adopt(src: Path, recipe: Recipe, root: Path, output: Output) -> dict[str, s
         return adopt(found, progress=advance)
 
 
-def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
+def _report(audit: Audit, adoption: Adoption | None, output: Output) -> None:
     from fp8fs.cli.output import format_bytes
     from fp8fs.core.text import counted
 
+    adopted = adoption.adopted if adoption is not None else {}
+    refused = adoption.refused if adoption is not None else {}
     unread = sum(not item.readable for item in audit.damage)
     if output.as_json:
         output.document(
@@ -185,6 +188,7 @@ def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
                 "checked_bytes": audit.checked_bytes,
                 "damage": audit.damage,
                 "adopted": adopted,
+                "refused": refused,
             }
         )
     else:
@@ -197,14 +201,27 @@ def _report(audit: Audit, adopted: dict[str, str], output: Output) -> None:
             )
         for path in adopted:
             output.line(f"{path}: adopted, its bytes are those that the store was made from")
+        for path, difference in refused.items():
+            where = f"{path}: {difference.tensor}" if difference.tensor else path
+            output.line(f"{where}: not adopted: {difference.what}")
         missing = f", {audit.missing} not made yet" if audit.missing else ""
         output.line(
             f"{counted(audit.checked, 'shard')} checked ({format_bytes(audit.checked_bytes)}){missing}: "
             f"{len(audit.damage) - unread or 'no'} damaged"
             + (f", {unread} unreadable" * bool(unread))
         )
-    if audit.damage:
-        from fp8fs.errors import StoreError, VerifyFailedError
+    code = _exit_code(damaged=len(audit.damage) - unread, unread=unread, refused=len(refused))
+    if code:
+        raise typer.Exit(code)
 
-        damaged = len(audit.damage) > unread
-        raise typer.Exit(VerifyFailedError.exit if damaged else StoreError.exit)
+
+def _exit_code(*, damaged: int, unread: int, refused: int) -> int:
+    """The worst of what was found, 0 for nothing."""
+    from fp8fs.errors import SourceChangedError, StoreError, VerifyFailedError
+
+    kinds = (
+        (damaged, VerifyFailedError.exit),
+        (unread, StoreError.exit),
+        (refused, SourceChangedError.exit),
+    )
+    return next((code for count, code in kinds if count), 0)

@@ -124,7 +124,7 @@ def test_verify_adopt_accepts_a_copy_with_new_dates(
 
 
 def test_verify_adopt_refuses_other_values(fp8fs: Fp8fs, place: Path, source: Path) -> None:
-    """A shard with one changed value is not adopted; its unchanged neighbours are."""
+    """A shard with one changed value is not adopted, which is said and ends with 11; its unchanged neighbours are."""
     fp8fs.build(source)
     copy = place / "copy"
     shutil.copytree(source, copy, copy_function=shutil.copyfile)
@@ -133,5 +133,11 @@ def test_verify_adopt_refuses_other_values(fp8fs: Fp8fs, place: Path, source: Pa
         byte = file.read(1)
         file.seek(-1000, 2)
         file.write(bytes([byte[0] ^ 1]))
-    adopted = fp8fs.json("verify", copy, "--adopt")["adopted"]
-    assert set(adopted) == {name_of(n) for n in (1, 2, 4, 5, 6)}
+    document = fp8fs.json("verify", copy, "--adopt", code=11)
+    assert set(document["adopted"]) == {name_of(n) for n in (1, 2, 4, 5, 6)}
+    assert set(document["refused"]) == {name_of(3)}
+    tensor = document["refused"][name_of(3)]["tensor"]
+    assert tensor in oracle.read_header(copy / name_of(3))[1]
+    shown = fp8fs.run("verify", copy, "--adopt", code=11).stdout
+    assert f"{name_of(3)}: {tensor}: not adopted: has other values\n" in shown
+    fp8fs.run("verify", copy)  # what was not made yet is no damage

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import fp8fs
+from fp8fs.adoption import Adoption, Difference, adopt
 from fp8fs.assembly import assemble, survey
-from fp8fs.audit import adopt, check_plan, check_store
+from fp8fs.audit import check_plan, check_store
 from fp8fs.building import build_tree, finished_tree, scan_values
 from fp8fs.core.manifest import decode_manifest, encode_manifest, encode_plan
 from fp8fs.core.recipe import Recipe
@@ -25,6 +26,7 @@ from tests.builders import llama_like, wan_like
 DOWN = "model.layers.0.mlp.down_proj.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
+NORM = "model.norm.weight"
 
 
 @pytest.fixture
@@ -309,10 +311,74 @@ def test_adoption_needs_equal_bytes(src: Path, root: Path, tmp_path: Path) -> No
         wanted = {shard.object_id for shard in found.plan.shards}
     with survey(copy, Recipe(), root) as found:
         assert not wanted & {shard.object_id for shard in found.plan.shards}
-        assert len(adopt(found)) == 2
+        done = adopt(found)
+        assert (len(done.adopted), done.refused) == (2, {})
     with survey(copy, Recipe(), root) as found:
         assert {shard.object_id for shard in found.plan.shards} == wanted
-        assert adopt(found) == {}
+        assert adopt(found) == Adoption({}, {})
+
+
+def test_what_is_not_adopted_is_named(src: Path, root: Path, tmp_path: Path) -> None:
+    """The first tensor that differs, by name, whichever tree is compared; the other shard is adopted all the same."""
+    fp8fs.build(src, store=root)
+    copy = tmp_path / "copy"
+    shutil.copytree(src, copy, copy_function=shutil.copyfile)
+    changed = next(p for p in copy.glob("*.safetensors") if DOWN in oracle.read_header(p)[1])
+    (other,) = (p.name for p in copy.glob("*.safetensors") if p != changed)
+    start, entries, _ = oracle.read_header(changed)
+    with changed.open("r+b") as file:
+        file.seek(start + entries[DOWN]["data_offsets"][0])
+        file.write(bytes(2))
+    with survey(copy, Recipe(), root) as found:
+        done = adopt(found)
+    assert done.adopted.keys() == {other}
+    assert done.refused == {changed.name: Difference(DOWN, "has other values")}
+    fp8fs.build(copy, store=root)
+    with survey(copy, Recipe(), root) as found:
+        assert adopt(found) == Adoption({}, {})
+
+
+def test_a_shard_with_another_name_in_it_is_refused(src: Path, root: Path, tmp_path: Path) -> None:
+    """Of the same size, dtypes and values: it is another header that is named, and no tensor."""
+    fp8fs.build(src, store=root)
+    copy = tmp_path / "copy"
+    shutil.copytree(src, copy, copy_function=shutil.copyfile)
+    changed = next(p for p in copy.glob("*.safetensors") if NORM in oracle.read_header(p)[1])
+    for path in (changed, copy / "model.safetensors.index.json"):
+        data = path.read_bytes()
+        assert data.count(NORM.encode()) == 1
+        path.write_bytes(data.replace(NORM.encode(), NORM.replace("norm", "morn").encode()))
+    with survey(copy, Recipe(), root) as found:
+        done = adopt(found)
+    assert done.refused == {changed.name: Difference("", "has other names or shapes")}
+    assert changed.name not in done.adopted
+
+
+def test_what_can_be_compared_with_nothing_is_not_called_different(src: Path, root: Path) -> None:
+    """In a store that holds nothing of the kind there is nothing to adopt, and nothing refused."""
+    fp8fs.build(src, store=root, scheme="block")
+    with survey(src, Recipe(scheme="per_tensor"), root) as found:
+        assert adopt(found) == Adoption({}, {})
+
+
+def test_a_shard_whose_tree_lost_its_objects_is_refused(
+    src: Path, root: Path, tmp_path: Path
+) -> None:
+    """What proves nothing is not adopted, and that is said, without the name of a tensor."""
+    with survey(src, Recipe(), root, create=True) as found:
+        fp8fs.build(src, store=root)
+        assert found.store is not None
+        first, second = found.plan.shards
+        found.store.object_path(first.object_id).with_suffix(".json").unlink()
+        found.store.object_path(second.object_id).unlink()
+    copy = tmp_path / "copy"
+    shutil.copytree(src, copy, copy_function=shutil.copyfile)
+    with survey(copy, Recipe(), root) as found:
+        done = adopt(found)
+    assert done.adopted == {}
+    assert {item.tensor for item in done.refused.values()} == {""}
+    assert all("is gone" in item.what for item in done.refused.values())
+    assert len(done.refused) == 2
 
 
 def test_a_store_inside_src_is_refused(src: Path) -> None:
