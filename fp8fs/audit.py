@@ -44,6 +44,7 @@ __all__ = [
     "check_shard",
     "check_store",
     "check_tree",
+    "of_tree",
     "set_aside",
 ]
 
@@ -156,10 +157,10 @@ def _check_tree_shard(plan_id: str, store: Store, tree: Tree, shard: ViewShard) 
             return []
     except StoreError as err:
         return [Damage("", shard.path, "", err.what, readable=False, tree=plan_id)]
-    return _of_tree(plan_id, check_copy(store, shard, tree.path / shard.path))
+    return of_tree(plan_id, check_copy(store, shard, tree.path / shard.path))
 
 
-def _of_tree(plan_id: str, damage: Iterable[Damage]) -> list[Damage]:
+def of_tree(plan_id: str, damage: Iterable[Damage]) -> list[Damage]:
     """What is wrong with a copy of an object is the tree's damage, not the object's."""
     return [msgspec.structs.replace(item, object_id="", tree=plan_id) for item in damage]
 
@@ -277,7 +278,7 @@ def _check_recorded_tree(store: Store, plan_id: str, sound: Collection[str]) -> 
         complete = tree.is_complete()
     except StoreError as err:
         return [Damage("", "", "", err.what, readable=False, tree=plan_id)]
-    return _of_tree(plan_id, damage) if complete else []  # removed or given up meanwhile
+    return of_tree(plan_id, damage) if complete else []  # removed or given up meanwhile
 
 
 def set_aside(store: Store, damage: Iterable[Damage]) -> int:

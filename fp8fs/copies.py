@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fp8fs.assembly import Survey, survey
-from fp8fs.audit import Damage, check_copy, check_tree, set_aside
+from fp8fs.audit import Damage, check_copy, check_tree, of_tree, set_aside
+from fp8fs.core.layout import RESERVED
 from fp8fs.core.recipe import Recipe
 from fp8fs.errors import StoreDamagedError, StoreError
 from fp8fs.export import export_tree
@@ -34,13 +35,16 @@ def copy_tree(
     """
 
     def copy(found: Survey, store: Store, tree: Tree) -> list[Damage]:
-        damage = check_tree(found)
+        damage = [item for item in check_tree(found) if not item.path.startswith(f"{RESERVED}/")]
         if damage:
             return damage
         shards = {shard.path: shard for shard in found.plan.shards}
 
         def is_right(path: str, copied: Path) -> bool:
-            bad = check_copy(store, shards[path], copied) if path in shards else []
+            shard = shards.get(path)
+            bad = check_copy(store, shard, copied) if shard is not None else []
+            if bad and shard is not None and not tree.is_linked(path, shard.object_id):
+                bad = check_copy(store, shard) or of_tree(found.plan.plan_id, bad)
             damage.extend(bad)
             return not bad
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from fp8fs.core.recipe import Recipe
 from fp8fs.errors import StoreDamagedError
 from fp8fs.export import export_tree
 from fp8fs.normalized import build_normalized
+from fp8fs.store.fsio import FsIo
 from fp8fs.store.store import Store
 from tests.acceptance.harness import Fp8fs
 from tests.builders import h3_like
-from tests.crash.flows import RECIPE, World
+from tests.crash.flows import RECIPE, World, injected
 from tests.oracle import read_folder
 from tests.storing import snapshot
 
@@ -98,21 +100,47 @@ def test_a_copy_of_rotten_shards_has_the_right_bytes(
     assert shown(tree_of(root, plan)) == world.bytes
 
 
+class NoLinks(FsIo):
+    """A filesystem without hard links: a tree holds copies of the objects."""
+
+    def link(self, source: object, dest: object, *, dest_dir_fd: int | None = None) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("object_too", [False, True])
 def test_a_rotten_shard_of_a_tree_without_links(
+    world: World, room: Path, monkeypatch: pytest.MonkeyPatch, object_too: bool
+) -> None:
+    """What was copied counts, the tree's file; its object is made again only if it is damaged itself."""
+    root, told = room / "store", []
+    with injected(NoLinks()):
+        build_tree(world.src, RECIPE, root, device="cpu", workers=1)
+        with survey(world.src, RECIPE, root) as found:
+            plan = found.plan
+        shard = plan.shards[0]
+        places = [tree_of(root, plan) / shard.path, *[object_of(root, shard)] * object_too]
+
+        def rotten(*args: object, **options: object) -> bool:
+            while places:
+                rot(places.pop(), largest(shard)[1].start)
+            return export_tree(*args, **options)  # type: ignore[arg-type]
+
+        assert places[0].stat().st_nlink == 1
+        monkeypatch.setattr("fp8fs.copies.export_tree", rotten)
+        copy(world, root, room / "copy", told)
+    assert shown(room / "copy") == world.bytes
+    assert [line.split(": ")[:2] for line in told] == [[shard.path, largest(shard)[0]]]
+    assert len([*root.glob("v1/damaged/*.safetensors")]) == object_too
+
+
+def test_the_trees_own_documents_are_not_copied_and_keep_nothing_from_it(
     world: World, root: Path, plan: Plan, room: Path
 ) -> None:
-    """A tree that holds copies, as on filesystems without hard links: its shard is what was copied, so it is what counts."""
-    shard = plan.shards[0]
-    own = tree_of(root, plan) / shard.path
-    content = own.read_bytes()
-    mode, dates = own.stat().st_mode & 0o7777, own.stat()
-    own.unlink()
-    own.write_bytes(content)
-    own.chmod(mode)
-    os.utime(own, ns=(dates.st_atime_ns, dates.st_mtime_ns))
-    rot(own, largest(shard)[1].start)
-    copy(world, root, room / "copy", [])
-    assert shown(room / "copy") == world.bytes
+    """A plan.json that rotted is no damage of what is copied: nothing is made again for it."""
+    rot(tree_of(root, plan) / ".fp8fs" / "plan.json", 50)
+    told: list[str] = []
+    copy(world, root, room / "copy", told)
+    assert (shown(room / "copy"), told) == (world.bytes, [])
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
