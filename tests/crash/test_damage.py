@@ -18,7 +18,7 @@ from fp8fs.audit import Audit, check_plan, check_store, set_aside
 from fp8fs.building import build_tree, finished_tree
 from fp8fs.core.plan import Plan, ViewShard
 from fp8fs.errors import StoreError
-from fp8fs.store.fsio import FsIo
+from fp8fs.store.fsio import FsIo, StrPath
 from fp8fs.store.store import Store
 from fp8fs.tree import tree_faults
 from tests.acceptance.harness import Fp8fs
@@ -219,6 +219,29 @@ def test_what_a_look_at_a_copied_tree_sees_is_set_right(
     OWN_HARMS[harm](copied / plan.shards[0].path)
     assert finished_tree(world.src, RECIPE, root) is None
     heal_and_check(world, root, before, set())
+
+
+class NoLinks(FsIo):
+    """A filesystem that has no hard links."""
+
+    def link(self, source: StrPath, dest: StrPath, *, dest_dir_fd: int | None = None) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("at", [40, -1])
+def test_where_there_are_no_hard_links_a_tree_is_checked_and_healed(
+    world: World, root: Path, plan: Plan, copied: Path, at: int
+) -> None:
+    """Header or weight: verify names the tree's shard, and the next use copies the sound object again, and only that."""
+    shard, before = plan.shards[0], inodes(root)
+    kept = (copied / plan.shards[1].path).stat().st_ino
+    flip(copied / shard.path, at % shard.size)
+    with injected(NoLinks()):
+        (damage,) = verify(world, root).damage
+        assert (damage.path, damage.object_id, damage.tree) == (shard.path, "", plan.plan_id)
+        heal_and_check(world, root, before, set())
+    assert not (copied / shard.path).samefile(object_of(root, shard))
+    assert (copied / plan.shards[1].path).stat().st_ino == kept
 
 
 @pytest.mark.parametrize("harm", OWN_HARMS)
