@@ -25,6 +25,9 @@ from fp8fs.tree import pin_for_good, tree_faults
 
 __all__ = ["build_tree", "finished_tree", "odd_scales", "scan_values"]
 
+_ATTEMPTS = 10
+"""How often a tree that others give up is completed again."""
+
 Progress = Callable[[EngineStats], None]
 Report = Callable[[list[OddScale]], None]
 
@@ -48,6 +51,7 @@ def build_tree(
     is missing there.
     Raises: what ``assemble`` raises, NothingQuantizedError if no weight becomes FP8.
     """
+    given_up = 0
     while True:
         try:
             assembled = assemble(
@@ -73,6 +77,9 @@ def build_tree(
             except NonFiniteTensorError as err:
                 if not _keep_non_finite(assembled, err, note):
                     raise
+                continue
+            if _is_given_up(assembled) and given_up < _ATTEMPTS:
+                given_up += 1
                 continue
             tree = _finished(assembled)
             if report is not None and store is not None:
@@ -190,6 +197,13 @@ def _finding(failure: Fp8fsError) -> NonFinite | None:
         prefix = f"{component}/" if component else ""
         return NonFinite(component, name.removeprefix(prefix), index)
     return None
+
+
+def _is_given_up(assembled: Assembled) -> bool:
+    """Whether all was sealed, and the tree is not complete: others have found damage in it since."""
+    tree, stats = assembled.tree, assembled.engine.stats()
+    sealed = stats.shards_sealed == stats.shards_total and not stats.degraded
+    return sealed and tree is not None and not tree.is_complete()
 
 
 def _finished(assembled: Assembled) -> Path:

@@ -9,11 +9,13 @@ from fp8fs.assembly import Survey, survey
 from fp8fs.audit import Damage, check_copy, check_tree, of_tree, set_aside
 from fp8fs.core.layout import RESERVED
 from fp8fs.core.recipe import Recipe
-from fp8fs.errors import StoreDamagedError, StoreError
+from fp8fs.errors import StoreBusyError, StoreDamagedError, StoreError
 from fp8fs.export import export_tree
 from fp8fs.store.store import Store, Tree
 
 __all__ = ["GiveAway", "copy_tree", "give_away"]
+
+_ATTEMPTS = 10
 
 Note = Callable[[str], None]
 
@@ -66,24 +68,27 @@ def give_away(
 
     *make* is ``build_tree`` of the same arguments. *note* is told of each damage.
     Raises: StoreDamagedError for what cannot be made again, or is damaged again; StoreError for what cannot be read;
-    what *give* and *make* raise.
+    StoreBusyError if others take the tree away each time; what *give* and *make* raise.
     """
     healed: set[str] = set()
-    while True:
+    lost = 0
+    while lost < _ATTEMPTS:
         with survey(src, recipe, store_root) as found:
             store, tree = found.store, found.tree
-            if store is None or tree is None:
-                raise StoreError("the tree is gone from the store", hint="build again")
-            damage = give(found, store, tree)
-            if not damage:
-                return
-            _check_curable(damage, store, healed)
-            if note is not None:
-                for item in damage:
-                    note(f"{_sentence(item)}; made again")
-            set_aside(store, damage)
-            healed.update(_key(item) for item in damage)
+            if store is None or tree is None:  # others found damage in it, or removed it
+                lost += 1
+            else:
+                damage = give(found, store, tree)
+                if not damage:
+                    return
+                _check_curable(damage, store, healed)
+                if note is not None:
+                    for item in damage:
+                        note(f"{_sentence(item)}; made again")
+                set_aside(store, damage)
+                healed.update(_key(item) for item in damage)
         make()
+    raise StoreBusyError("the tree goes from the store again and again", hint="build again")
 
 
 def _check_curable(damage: Iterable[Damage], store: Store, healed: set[str]) -> None:

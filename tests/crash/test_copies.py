@@ -14,6 +14,7 @@ from fp8fs.building import build_tree
 from fp8fs.core.dtypes import FP8
 from fp8fs.core.plan import Extent, Plan, ViewShard
 from fp8fs.core.recipe import Recipe
+from fp8fs.engine import Engine
 from fp8fs.errors import StoreDamagedError
 from fp8fs.export import export_tree
 from fp8fs.normalized import build_normalized
@@ -215,6 +216,51 @@ def test_a_user_gets_a_right_copy_and_one_line(
     shown_again = user.run("build", world.src, *scheme, "--to", room / "two")
     assert "made again" not in shown_again.stderr
     assert shown(room / "two") == world.bytes
+
+
+def test_a_tree_that_others_give_up_is_completed_again(
+    world: World, root: Path, plan: Plan, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage that another process finds just after the filling, or just before the copy, ends neither build nor copy."""
+    filled, surveyed, times = Engine.fill, survey, {"filled": 0, "surveyed": 0}
+
+    def give_up(when: str) -> None:
+        times[when] += 1
+        if times[when] == 1:
+            Store.open(root).tree(plan.plan_id).doubt()
+
+    def fill(engine: Engine, *args: object) -> None:
+        filled(engine, *args)  # type: ignore[arg-type]
+        give_up("filled")
+
+    def look(*args: object) -> object:
+        give_up("surveyed")
+        return surveyed(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "fill", fill)
+    monkeypatch.setattr("fp8fs.copies.survey", look)
+    copy(world, root, room / "copy", [])
+    assert times == {"filled": 3, "surveyed": 2}
+    assert shown(room / "copy") == world.bytes
+    assert snapshot(tree_of(root, plan)) == world.tree
+
+
+def test_many_at_once_each_get_a_right_copy(
+    world: World, root: Path, plan: Plan, room: Path
+) -> None:
+    """Several commands meet the same damage, or a tree that another one has given up for it."""
+    user = Fp8fs(root)
+    for shard in plan.shards:
+        rot(object_of(root, shard), largest(shard)[1].start)
+    commands = [
+        user.popen("build", world.src, "--scheme", RECIPE.scheme, "--to", room / f"copy{number}")
+        for number in range(4)
+    ]
+    ends = [(command.communicate(timeout=120), command.returncode) for command in commands]
+    assert [code for _, code in ends] == [0] * 4, ends
+    for number in range(4):
+        assert shown(room / f"copy{number}") == world.bytes
+    assert "made again" in "".join(err for (_, err), _ in ends)
 
 
 @pytest.mark.parametrize("links", [True, False])
