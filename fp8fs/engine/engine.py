@@ -199,7 +199,7 @@ class Engine:
         if not self._has_room(refused) or not self._trouble.usable():
             return
         state, units = refused
-        if self.sealed(state.index) is not None or (units is not None and state.all_made(units)):
+        if self.sealed(state.index) is not None or refused.is_there:
             self._trouble.worked()
         elif units is None:
             self._fill_later(state)

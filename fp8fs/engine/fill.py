@@ -33,6 +33,11 @@ class Refused(NamedTuple):
     state: ShardState
     units: tuple[int, ...] | None
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has it by now."""
+        return self.state.linked if self.units is None else self.state.all_made(self.units)
+
 
 class Filler:
     """The steps that bring a shard nearer to its sealed object.

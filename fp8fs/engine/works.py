@@ -10,7 +10,7 @@ from functools import partial
 
 from fp8fs.engine.fill import Filler, Refused
 from fp8fs.engine.once import Outcome, closing_error
-from fp8fs.engine.pool import Task, Work
+from fp8fs.engine.pool import AHEAD, Task, Work
 from fp8fs.engine.shard import Phase, ShardState
 from fp8fs.errors import Fp8fsError, StoreError
 
@@ -131,12 +131,17 @@ class _ShardWork(Work):
         if self._error is None:
             self._error = error
             self.outcome.finish(error)
-            refused = self._refused()
-            if isinstance(error, StoreError):
-                self._filler.refused = refused
-            elif self._filler.refused == refused:
-                self._filler.refused = None
+            self._note(error)
         self.finished = not self.running
+
+    def _note(self, error: Fp8fsError) -> None:
+        """What is to be tried again: what somebody asked for, rather than what was begun ahead."""
+        refused, before = self._refused(), self._filler.refused
+        if not isinstance(error, StoreError):
+            if before == refused:
+                self._filler.refused = None
+        elif self.priority < AHEAD or before is None or before.is_there:
+            self._filler.refused = refused
 
     def _finish(self, error: Fp8fsError | None = None) -> None:
         self.finished = True

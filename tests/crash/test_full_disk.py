@@ -181,7 +181,7 @@ def test_a_mapping_lives_through_full_and_free(
                 lambda: (
                     os.pread(fd, 1 << 20, 0) == names[name][: 1 << 20]
                     and shard.read_bytes() == names[name]
-                    and session.read_status(str(dst))["shards"]["sealed"] > 0
+                    and session.read_status(str(dst))["shards"]["sealed"] == len(names)
                 )
             )
             assert not shard.is_symlink()

@@ -572,6 +572,25 @@ def test_no_more_is_tried_than_the_store_refused(
     assert set(store.commits()) == {(world.plan.shards[0].object_id, 1)}
 
 
+def test_what_somebody_asked_for_is_tried_again_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that were begun ahead are refused too, and later: all the same it is the one asked for that is tried."""
+    monkeypatch.setattr(trouble, "_RETRY_S", 0.0)
+    world = make_world([[Weight(name, 64, 64)] for name in "abc"])
+    store, all_begun = FakeStore(tmp_path), threading.Event()
+    store.failing, store.on_touch = {"partial"}, lambda _operation: all_begun.wait(WAIT_S)
+    with engine_of(world, store, workers=1, run_ahead=2) as engine:
+        with pytest.raises(StoreError):
+            engine.ensure_sealed(0, all_begun.set)
+        until(lambda: not any(engine._pool._works))
+        store.failing = set()
+        engine.try_store_again()
+        until(lambda: engine.stats().degraded == "")
+        until(lambda: engine.sealed(0) is not None)
+        assert engine.sealed(1) is engine.sealed(2) is None
+
+
 def test_status_tries_the_store_now_and_then(tmp_path: Path) -> None:
     """However often it is asked: within the retry interval the store is left alone."""
     world, store = schemes_world("per_channel"), FakeStore(tmp_path)
