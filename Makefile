@@ -29,7 +29,7 @@ mount: ## kernel behaviour, through real mounts
 crash: ## power loss, kill -9, full disks, hostile bytes
 	$(PYTEST) tests/crash tests/fuzz
 
-crash-long: ## the same, every call of every flow and thousands of inputs: hours; says at the end how much was tried
+crash-long: ## the same, every call of every flow and thousands of inputs: half an hour where TMPDIR is in memory, hours on a slow disk; says how much was tried
 	FP8FS_LONG=1 $(PYTEST) tests/crash tests/fuzz tests/contract/test_view_machine.py tests/mount/test_endings.py
 
 acceptance: ## what a user was promised, through the command line
