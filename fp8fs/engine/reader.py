@@ -140,19 +140,18 @@ class ShardReader:
                 raise BadHandleError("the handle is closed")
             if self._object_fd >= 0:
                 return self._object_fd
-            path = state.object
-            if path is not None:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._object_fd = os.open(path, flags)
-                return self._object_fd
             with self._filler.pool.changed:
-                if state.phase is not Phase.OPEN or not state.all_made(units):
-                    return -1
-                if self._partial_generation != state.generation and state.partial is not None:
-                    self._stale_fds.append(self._partial_fd)
-                    self._partial_fd = os.dup(state.partial.fd)
-                    self._partial_generation = state.generation
-                return self._partial_fd
+                path = state.object
+                if path is None:
+                    if state.phase is not Phase.OPEN or not state.all_made(units):
+                        return -1
+                    if self._partial_generation != state.generation and state.partial is not None:
+                        self._stale_fds.append(self._partial_fd)
+                        self._partial_fd = os.dup(state.partial.fd)
+                        self._partial_generation = state.generation
+                    return self._partial_fd
+            self._object_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return self._object_fd
 
 
 def _read_all(fd: int, start: int, end: int) -> bytes | None:

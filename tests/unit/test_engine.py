@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,6 +187,56 @@ def test_threads_at_once_make_each_unit_once(tmp_path: Path) -> None:
     assert sorted(linked) == [0, 1, 2]
     assert slow.elements["amax"] == slow.elements["cast"] == 27 * 256 * 600
     assert slow.closed == 1
+
+
+class _LastMoment:
+    """A lock that lets *before* happen when this thread asks for it the second time; for the rest what it stands for."""
+
+    def __init__(self, lock: Any, before: Callable[[], object]) -> None:
+        self._lock = lock
+        self._before = before
+        self._asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+    def __enter__(self) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self._asked += 1
+            if self._asked == 2:
+                self._before()
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._lock.__exit__(*error)
+
+
+class _Instead:
+    """Another object with some attributes replaced."""
+
+    def __init__(self, other: Any, **replaced: Any) -> None:
+        self._other = other
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+
+def test_a_shard_sealed_while_a_read_looks_for_its_file_is_not_made_in_memory(
+    tmp_path: Path,
+) -> None:
+    """Between the making of a unit and the look for the file that holds it, others may seal the shard."""
+    world = make_world([[Weight("a", 300, 600), Weight("b", 3000, 1600)]])
+    quantizer = FakeQuantizer()
+    with engine_of(world, FakeStore(tmp_path), quantizer, grain="tensor") as engine:
+        reader = engine.open(0)
+        filler = reader._filler
+        looked = _LastMoment(filler.pool.changed, lambda: engine.ensure_sealed(0, no_poll))
+        reader._filler = _Instead(filler, pool=_Instead(filler.pool, changed=looked))
+        assert reader.pread(100, 1000, no_poll) == world.expected[0][100:1100]
+        assert looked._asked == 2
+        reader.close()
+    assert quantizer.elements["cast"] == 300 * 600 + 3000 * 1600
 
 
 def test_two_engines_on_one_store_share_the_work(tmp_path: Path) -> None:
