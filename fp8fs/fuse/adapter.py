@@ -76,7 +76,9 @@ def fuse_options(
         "allow_other": allow_other,
         # Longer hides the turn from file to link (an hour did); zero makes every path walk a round trip.
         "entry_timeout": 1.0,
-        "attr_timeout": 1.0,
+        # Every walk past that brings attributes along. If they could run out first, or between two steps of one walk, the
+        # kernel would ask for those of a file that has turned into a link meanwhile, and fail with EIO.
+        "attr_timeout": 86400.0,
         # Spare threads stay: making one for each of a burst of requests costs more than keeping it.
         "max_idle_threads": threads,
     }

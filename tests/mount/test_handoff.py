@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,26 @@ def test_open_waits_for_the_seal(mount_fake: MountFake) -> None:
     fake.release(0)
     finish(opener)
     assert os.path.islink(fake.dst / FIRST)
+
+
+def test_a_walk_that_takes_long_is_not_broken_by_the_turn(mount_fake: MountFake) -> None:
+    """Between the lookup of a cold shard and its open a process may be held up, until what it knows of the file runs out.
+
+    The kernel must not ask again then, for it takes the link's attributes for an error.
+    """
+    fake = mount_fake()
+    found = os.open(fake.dst / FIRST, os.O_PATH)
+    try:
+        sealed = (
+            fake.store / "tree" / FIRST
+        )  # by another process: nobody walks to it through this mount
+        sealed.parent.mkdir(parents=True, exist_ok=True)
+        sealed.write_bytes(pattern(0, SIZES[FIRST]))
+        time.sleep(1.2)  # longer than a name is believed
+        assert os.fstat(found).st_size == SIZES[FIRST]
+    finally:
+        os.close(found)
+    assert (fake.dst / FIRST).read_bytes() == pattern(0, SIZES[FIRST])
 
 
 def test_openers_at_once(mount_fake: MountFake) -> None:
