@@ -22,6 +22,7 @@ from fp8fs.errors import StoreError
 from fp8fs.source import Source
 from fp8fs.source.access import shown_mode
 from fp8fs.store.store import Store, Tree
+from fp8fs.store.trees import grants_more
 
 __all__ = [
     "COPY_MAX_BYTES",
@@ -200,7 +201,8 @@ class TreeKeeper:
 def tree_faults(plan: Plan, source: Source, tree: Tree, *, full: bool = False) -> dict[str, str]:
     """Names of a finished tree that are not as planned -> what is wrong.
 
-    By kind and size, a shard that is no link of its object by its header too; with *full* all but shards by content.
+    By kind, size and what it grants to others, a shard that is no link of its object by its header too; with *full* all
+    but shards by content.
     Raises: StoreError if one cannot be read; SourceChangedError.
     """
     found: dict[str, str] = {}
@@ -225,12 +227,16 @@ def _fault(place: Path, path: str, entry: ViewEntry, source: Source, *, full: bo
             leads = entry.kind == "link" or place.exists()
             return "" if leads else "leads nowhere"
         if entry.kind == "dir":
-            return "" if stat.S_ISDIR(info.st_mode) else "is no directory"
+            if not stat.S_ISDIR(info.st_mode):
+                return "is no directory"
+            return grants_more(info.st_mode, entry.mode)
         size = len(entry.content) if entry.kind == "text" else entry.size
         if not stat.S_ISREG(info.st_mode):
             return "is no regular file"
         if info.st_size != size:
             return f"has {info.st_size} bytes, expected {size}"
+        if fault := grants_more(info.st_mode, entry.mode):
+            return fault
         if full and place.read_bytes() != _content(path, entry, source):
             return "its bytes are not what was written"
     except (FileNotFoundError, NotADirectoryError):

@@ -226,7 +226,7 @@ class Tree:
     def shard_fault(self, path: str, object_id: str, *, size: int, preamble: bytes) -> str:
         """What a look tells to be wrong with an object's file in the tree, "" for nothing; a link of the object is right.
 
-        Cost: two stats; for a file of its own one open and a read of the preamble, too.
+        Cost: three stats; for a file of its own one open and a read of the preamble, too.
         """
         if self.is_linked(path, object_id):
             return ""
@@ -238,6 +238,9 @@ class Tree:
                     return "is no regular file"
                 if info.st_size != size:
                     return f"has {info.st_size} bytes, expected {size}"
+                granted = self._io.lstat(self._places.object(object_id)).st_mode
+                if fault := grants_more(info.st_mode, granted):
+                    return fault
                 flags = os.O_RDONLY | os.O_NONBLOCK
                 with closing_fd(self._io, self._io.open(place, flags)) as fd:
                     same = self._io.pread(fd, len(preamble), 0) == preamble
@@ -386,7 +389,7 @@ class Tree:
     ) -> None:
         with self._changing(path), self._parent(path) as (parent, name):
             found = self._look(name, parent)
-            if found is not None and self._is_right(found, name, parent, size, same):
+            if found is not None and self._is_right(found, attributes, name, parent, size, same):
                 return
             with self._unlocked(parent):
                 self._swap_in(parent, name, lambda staged: self._stage(staged, attributes, fill))
@@ -394,6 +397,7 @@ class Tree:
     def _is_right(
         self,
         found: os.stat_result,
+        attributes: _Attributes,
         name: str,
         parent: int,
         size: int,
@@ -403,6 +407,10 @@ class Tree:
             return False
         if self.is_complete():
             return True
+        if stat.S_IMODE(found.st_mode) != attributes.mode:
+            return False
+        if attributes.mtime_ns not in (None, found.st_mtime_ns):
+            return False
         flags = os.O_RDONLY | os.O_NONBLOCK
         with closing_fd(self._io, self._io.open(name, flags, dir_fd=parent)) as fd:
             return same(fd)
@@ -453,6 +461,13 @@ class Tree:
             self._swap_in(parent, name, lambda staged: self._stage(staged, attributes, fill))
             if durable:
                 self._io.fsync(parent)
+
+
+def grants_more(mode: int, granted: int) -> str:
+    """Whether others may do more with a file of *mode* than with one of *granted*: a copied store may have lost its modes."""
+    if not mode & ~granted & 0o077:
+        return ""
+    return f"has mode {stat.S_IMODE(mode):04o}, which grants more than {stat.S_IMODE(granted):04o}"
 
 
 def _names(path: str) -> list[str]:

@@ -204,13 +204,16 @@ def test_a_copied_trees_own_bytes_are_read(
 OWN_HARMS: dict[str, Callable[[Path], None]] = {
     "another size": lambda place: os.truncate(place, place.stat().st_size - 1),
     "another header": lambda place: flip(place, 40),
+    "open to all": lambda place: place.chmod(0o666),
     "gone": lambda place: place.unlink(),
     "a link": lambda place: (place.unlink(), place.symlink_to("/etc/hostname"))[0],
     "a folder": lambda place: (place.unlink(), place.mkdir())[0],
 }
 
 
-@pytest.mark.parametrize("harm", ["another size", "another header", "gone", "a link"])
+@pytest.mark.parametrize(
+    "harm", ["another size", "another header", "open to all", "gone", "a link"]
+)
 def test_what_a_look_at_a_copied_tree_sees_is_set_right(
     world: World, root: Path, plan: Plan, copied: Path, harm: str
 ) -> None:
@@ -219,6 +222,25 @@ def test_what_a_look_at_a_copied_tree_sees_is_set_right(
     OWN_HARMS[harm](copied / plan.shards[0].path)
     assert finished_tree(world.src, RECIPE, root) is None
     heal_and_check(world, root, before, set())
+
+
+def test_small_files_of_a_copied_tree_get_their_modes_and_dates_back(
+    world: World, root: Path, plan: Plan, copied: Path
+) -> None:
+    """What a copy opened to others is seen by every use, and set right by one that can write, folders too."""
+    places = [
+        copied / path for path, entry in plan.entries.items() if entry.kind in ("text", "dir")
+    ]
+    before = [place.stat() for place in places]
+    for place in places:
+        place.chmod(0o777)
+        os.utime(place, ns=(1, 1))
+    assert finished_tree(world.src, RECIPE, root) is None
+    build_tree(world.src, RECIPE, root, device="cpu")
+    assert finished_tree(world.src, RECIPE, root) == copied
+    for place, facts in zip(places, before, strict=True):
+        now = place.stat()
+        assert (now.st_mode, now.st_mtime_ns) == (facts.st_mode, facts.st_mtime_ns), place
 
 
 class NoLinks(FsIo):
