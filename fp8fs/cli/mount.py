@@ -115,7 +115,9 @@ def unmount(
     if report.killed:
         output.note(f"{report.dst}: the server did not end in time and was killed")
     if report.users:
-        output.note(f"{report.dst}: still used by {_pids(report.users)}, gone when they let go")
+        output.note(
+            f"{report.dst}: detached while used by {_pids(report.users)}: what was handed over stays open, other reads end"
+        )
     if report.held_by:
         output.note(f"{report.dst}: other mount namespaces still show it: {_pids(report.held_by)}")
 

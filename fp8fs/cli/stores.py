@@ -85,12 +85,12 @@ def rm(
     output = Output(as_json=as_json, quiet=quiet)
     opened = _open(store)
     known = opened.list_trees()
-    chosen = [_chosen(word, known) for word in trees]
-    for tree in chosen:
-        _remove(opened, tree.plan_id)
+    chosen = list(dict.fromkeys(_chosen(word, known).plan_id for word in trees))
+    for plan_id in chosen:
+        _remove(opened, plan_id)
     freed = opened.collect(grace_s=0)
     if as_json:
-        output.document({"removed": [tree.plan_id for tree in chosen], "freed_bytes": freed})
+        output.document({"removed": chosen, "freed_bytes": freed})
     else:
         output.note(f"{counted(len(chosen), 'tree')} removed, {format_bytes(freed)} freed")
 

@@ -55,7 +55,7 @@ def test_one_tree_is_singular(store: Store, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "0 trees removed, 0 B freed, 0 B left\n"
     assert main(["gc", "--quota", "0"]) == 0
     assert capsys.readouterr().err == "0 trees removed, 0 B freed, 0 B left\n"
-    assert main(["rm", PLAN_ID]) == 0
+    assert main(["rm", PLAN_ID, PLAN_ID[:6]]) == 0
     assert capsys.readouterr().err == "1 tree removed, 0 B freed\n"
 
 
